@@ -87,9 +87,7 @@ def _least(args: argparse.Namespace, step: Callable[[int], Any], units: int) -> 
 def _measure_empty(args: argparse.Namespace, name: str) -> list[float]:
     v, m = args.chunks, args.microbatches
     if name == "static":
-        return _least(
-            args, lambda _: megatron_step(args.ranks, v, m, 4, lambda c, i: _Empty(c, i)), m * v
-        )
+        return _least(args, lambda _: megatron_step(args.ranks, v, m, _Empty), m * v)
     pipeline = DynamicPipeline(args, v, split=name == "split", pieces=_PIECES)
     found = _least(args, lambda n: pipeline.step(args, m, n, _EmptyRunner()), m * v)
     pipeline.close()

@@ -26,7 +26,6 @@ import arms
 import harness
 import torch.distributed as dist
 from sleeping import (
-    SEQUENCE,
     DynamicPipeline,
     Naps,
     SleepingChunk,
@@ -141,7 +140,7 @@ def _check_schedule(args: argparse.Namespace, name: Name, num: int) -> None:
 def run_static(args: argparse.Namespace, v: int, m: int, iteration: int) -> float:
     """One step of megatron-core's own schedule; seconds this rank's tasks slept."""
     naps = Naps(args, v, iteration, fused=True)
-    megatron_step(args.ranks, v, m, SEQUENCE, lambda config, c: SleepingChunk(config, naps, c))
+    megatron_step(args.ranks, v, m, lambda config, c: SleepingChunk(config, naps, c))
     return naps.total
 
 
@@ -152,7 +151,7 @@ def open_static(args: argparse.Namespace, v: int, *, links: bool) -> Any:
     injector = injector_of(args, v)
     if not links and (injector is None or not injector.delays_messages):
         return None
-    return open_exchange(args.ranks, SEQUENCE, args.transport, injector=injector)
+    return open_exchange(args.ranks, args.transport, injector)
 
 
 def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:

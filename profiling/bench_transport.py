@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Time the transport's kinds side by side in one run.
 
-    python profiling/bench_transport.py [--sizes 4K 64K 1M 16M] [--uncontended] [--json FILE]
-    python profiling/bench_transport.py --kinds tcp --between-namespaces --uncontended
+    python profiling/bench_transport.py [--sizes 4K 64K 1M 16M] [--json FILE]
+    python profiling/bench_transport.py --kinds tcp --between-namespaces
 
 Two processes play ping-pong from Python, on one host or, with ``--between-namespaces``, in two
 network namespaces joined by a veth pair (needs root). All rows of a size take turns, each after an
@@ -10,11 +10,10 @@ untimed pass. Per kind there are two medians of one way: from ``put`` to
 the tensor that ``take`` returned, and ("seen") from ``put`` to the moment at which the receiver saw
 that the message is complete, which leaves out the copy out of the slot. "cpu" is the processor time
 of both ranks per message, all threads and spinning included: other load changes it little. gloo's
-own send and recv are measured beside them, and UCX where ``ucx_perftest`` is installed.
-``--kinds nixl:tcp`` is NIXL over UCX's tcp (a value of ``UCX_TLS``). Two floors: "copy" between
-two buffers of one process, and "copy to peer" into shared memory that another process has read
-since, whose cache lines have to come from that process's core first. "copies" is twice the latter:
-what a message over ``shm`` costs at least until it is taken.
+own send and recv are measured beside them. ``--kinds nixl:tcp`` is NIXL over UCX's tcp (a value of
+``UCX_TLS``). Two floors: "copy" between two buffers of one process, and "copy to peer" into shared
+memory that another process has read since, whose cache lines have to come from that process's core
+first. "copies" is twice the latter: what a message over ``shm`` costs at least until it is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import platform
 import re
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -230,31 +228,6 @@ def measure_pair(kind: str, num_bytes: int, hosts: Any) -> tuple[float, float | 
     return taken, seen, cpu + others_cpu
 
 
-def measure_ucx(num_bytes: int) -> float:
-    """Seconds of one way in ``ucx_perftest``'s tag latency."""
-    command = ["ucx_perftest", "-t", "tag_lat", "-s", str(num_bytes), "-n", "500", "-f"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        time.sleep(0.5)
-        client = subprocess.run(
-            [*command, "127.0.0.1"], capture_output=True, text=True, timeout=60, check=True
-        )
-    finally:
-        server.kill()
-        server.wait()
-    return ucx_seconds(client.stdout)
-
-
-def ucx_seconds(output: str) -> float:
-    """The median one-way time of ``ucx_perftest -f``: its last line's second field, in us."""
-    return float(output.splitlines()[-1].split()[1]) * 1e-6
-
-
-def _hog() -> None:
-    while True:
-        sum(range(10000))
-
-
 Table = dict[str, dict[int, float]]
 
 
@@ -268,8 +241,6 @@ def measure_all(sizes: Sequence[int], kinds: Sequence[str], rounds: int, hosts: 
         }
         for kind in ("gloo", *kinds):
             arms[kind] = functools.partial(measure_pair, kind, size, hosts)
-        if shutil.which("ucx_perftest"):
-            arms["ucx"] = functools.partial(measure_ucx, size)
         for name, found in harness.take_turns(arms, rounds).items():
             taken = [one[0] if isinstance(one, tuple) else one for one in found]
             seen = [one[1] for one in found if isinstance(one, tuple) and one[1] is not None]
@@ -282,10 +253,9 @@ def measure_all(sizes: Sequence[int], kinds: Sequence[str], rounds: int, hosts: 
     return table
 
 
-def print_table(title: str, table: Table) -> None:
+def print_table(table: Table) -> None:
     """One way in microseconds, and as a multiple of the plain copy."""
     sizes = list(table["copy"])
-    print(f"\n{title}\n")
     harness.print_table(
         f"one way, us (x copy) | {' | '.join(map(_human, sizes))}",
         (
@@ -294,20 +264,6 @@ def print_table(title: str, table: Table) -> None:
             for name, row in table.items()
         ),
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def two_hogs() -> Iterator[None]:
-    """Two processes that compute on the same cores meanwhile."""
-    hogs = [multiprocessing.get_context("fork").Process(target=_hog) for _ in range(2)]
-    for hog in hogs:
-        hog.start()
-    try:
-        yield
-    finally:
-        for hog in hogs:
-            hog.kill()
-            hog.join()
 
 
 @contextlib.contextmanager
@@ -327,7 +283,6 @@ def hosts_of(arguments: argparse.Namespace) -> Iterator[Any]:
 def main() -> int:
     parser = harness.new_parser(
         __doc__,
-        uncontended=(False, "leave the compute hogs out"),
         between_namespaces=(False, "two network namespaces, joined by a veth pair"),
         rounds=(3, "turns of each row at each size"),
     )
@@ -336,16 +291,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds to this file")
     arguments = parser.parse_args()
     print(f"{platform.platform()}, {os.cpu_count()} cores, PyTorch {torch.__version__}")
-    settings = (arguments.kinds, arguments.rounds)
     with hosts_of(arguments) as hosts:
-        tables = {"quiet": measure_all(arguments.sizes, *settings, hosts)}
-        if not arguments.uncontended:
-            with two_hogs():
-                tables["contended"] = measure_all(SIZES, *settings, hosts)
-    print_table("Quiet", tables["quiet"])
-    if "contended" in tables:
-        print_table("With two compute hogs", tables["contended"])
-    harness.write_json(arguments.json, tables)
+        table = measure_all(arguments.sizes, arguments.kinds, arguments.rounds, hosts)
+    print_table(table)
+    harness.write_json(arguments.json, table)
     return 0
 
 

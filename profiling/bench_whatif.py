@@ -104,7 +104,7 @@ def _compare(args: argparse.Namespace, run: Path) -> str:
     for iteration in read_iterations(files, alignment):
         if iteration.number:
             (troubled if iteration.number % 2 else quiet).add(iteration)
-    troubled.find_culprits(1.15)
+    troubled.find_culprits()
     cause, runs = _removed(troubled)
     lines = [f"{args.inject}, {args.pairs} pairs, removed: {cause}"]
     lines.append(row("all iterations", runs, [1e-3 * times.total_ms for times in quiet.times]))

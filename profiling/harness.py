@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,15 +82,13 @@ def new_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def take_turns(
-    arms: Mapping[Arm, Callable[[], Sample]], rounds: int, iterations: int = 1
-) -> dict[Arm, list[Sample]]:
-    """Samples of every arm. In each round each arm runs once untimed, then ``iterations`` times."""
+def take_turns(arms: Mapping[Arm, Callable[[], Sample]], rounds: int) -> dict[Arm, list[Sample]]:
+    """Samples of every arm. In each round each arm runs once untimed, then once."""
     samples: dict[Arm, list[Sample]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
             arm()
-            samples[name] += [arm() for _ in range(iterations)]
+            samples[name].append(arm())
     return samples
 
 
@@ -150,30 +148,6 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
-
-
-@contextlib.contextmanager
-def alone(seed: int) -> Iterator[None]:
-    """Make this process a job of megatron-core's of one rank; on a CPU with the project's kernels
-    for it.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from megatron.dpp.core import cpu
-
-    on_gpu = torch.cuda.is_available()
-    with contextlib.nullcontext() if on_gpu else contextlib.closing(cpu.install()):
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        address = f"tcp://127.0.0.1:{free_port()}"
-        dist.init_process_group("nccl" if on_gpu else "gloo", address, world_size=1, rank=0)
-        parallel_state.initialize_model_parallel()
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
-        yield
-        dist.destroy_process_group()
 
 
 def start_ranks(num_ranks: int, *flags: str, **variables: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
+from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
 
-HIDDEN, SEQUENCE, _SLOTS = 8, 4, 2
-TOKEN_BYTES = 4 * HIDDEN
-"""Bytes of a token in a message."""
+_HIDDEN, _SEQUENCE, _SLOTS = 8, 4, 2
+_NUM_BYTES = 4 * _SEQUENCE * _HIDDEN
+"""Bytes of a message."""
 
 
 class _SleepForward(torch.autograd.Function):
@@ -48,17 +48,16 @@ class SleepingChunk(torch.nn.Module):
 
     Args:
         naps: sleeps as long as the task (kind, chunk, microbatch) is to take.
-        sizes: tokens of each microbatch; all are alike where it is empty.
     """
 
-    def __init__(self, config: Any, naps: Any, chunk: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, config: Any, naps: Any, chunk: int) -> None:
         super().__init__()
         self.config, self.vp_stage = config, chunk
         self.model_type = 1
-        self._naps, self._chunk, self._sizes = naps, chunk, sizes
+        self._naps, self._chunk = naps, chunk
         self._counts = {"F": 0, "B": 0}
         self._given: torch.Tensor | None = None
-        self.start = torch.nn.Parameter(torch.zeros(SEQUENCE, 1, HIDDEN))
+        self.start = torch.nn.Parameter(torch.zeros(_SEQUENCE, 1, _HIDDEN))
 
     def set_input_tensor(self, given: list[torch.Tensor | None]) -> None:
         self._given = given[0]
@@ -69,16 +68,14 @@ class SleepingChunk(torch.nn.Module):
 
     def forward(self) -> torch.Tensor:
         given = self.start if self._given is None else self._given
-        if self._given is None and self._sizes:
-            given = given[:1].expand(self._sizes[self._counts["F"]], 1, HIDDEN)
         return _SleepForward.apply(given, self._nap)
 
 
 class SleepingRunner:
-    """The executor's TaskRunner, asleep; arguments as for :class:`SleepingChunk`."""
+    """The executor's TaskRunner, asleep; ``naps`` as for :class:`SleepingChunk`."""
 
-    def __init__(self, naps: Any, sizes: Sequence[int] = ()) -> None:
-        self._naps, self._sizes = naps, sizes
+    def __init__(self, naps: Any) -> None:
+        self._naps = naps
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
         return self._slept("F", chunk, microbatch)
@@ -97,18 +94,7 @@ class SleepingRunner:
 
     def _slept(self, kind: str, chunk: int, microbatch: int) -> torch.Tensor:
         self._naps(kind, chunk, microbatch)
-        return torch.zeros(self._sizes[microbatch] if self._sizes else SEQUENCE, 1, HIDDEN)
-
-
-class ListedNaps:
-    """Sleeps for the seconds that are listed by kind and microbatch."""
-
-    def __init__(self, seconds: Mapping[Kind, Sequence[float]], *, fused: bool) -> None:
-        self._seconds, self._fused = seconds, fused
-
-    def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
-        more = self._seconds[Kind.W][microbatch] if self._fused and kind == "B" else 0.0
-        _sleep_exactly(self._seconds[Kind[kind]][microbatch] + more)
+        return torch.zeros(_SEQUENCE, 1, _HIDDEN)
 
 
 class Naps:
@@ -146,22 +132,17 @@ def injector_of(args: argparse.Namespace, v: int) -> Injector | None:
 
 
 def megatron_step(
-    num_ranks: int, v: int, m: int, sequence: int, chunk: Callable[[Any, int], torch.nn.Module],
-    **more: Any,
-) -> None:  # fmt: skip
-    """Runs one step of megatron-core's own schedule.
-
-    Args:
-        sequence: the longest sequence.
-        chunk: makes a model chunk from the configuration and its number.
-        more: settings of the configuration.
+    num_ranks: int, v: int, m: int, chunk: Callable[[Any, int], torch.nn.Module]
+) -> None:
+    """Runs one step of megatron-core's own schedule; ``chunk`` makes a model chunk from the
+    configuration and its number.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
         num_layers=num_ranks * v,
-        hidden_size=HIDDEN,
+        hidden_size=_HIDDEN,
         num_attention_heads=1,
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
@@ -169,7 +150,6 @@ def megatron_step(
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=v > 1,
         batch_p2p_comm=v == 1,
-        **more,
     )
     model = [chunk(config, number) for number in range(v)]
 
@@ -181,59 +161,21 @@ def megatron_step(
         data_iterator=[None] * v if v > 1 else None,
         model=model if v > 1 else model[0],
         num_microbatches=m,
-        seq_length=sequence,
+        seq_length=_SEQUENCE,
         micro_batch_size=1,
     )
 
 
-def open_pipeline(
-    num_ranks: int, v: int, tokens: int, transport: str, *, injector: Any = None
-) -> Any:
-    """Our links of a pipeline, whose slots hold ``tokens``; ``injector`` may slow them down."""
-    from megatron.dpp.runtime.delayed import delayed
-    from megatron.dpp.runtime.links import Links, open_links
-    from megatron.dpp.runtime.topology import Topology
-
-    topology = Topology(tuple(range(num_ranks)), dist.get_rank(), v)
-    num_bytes = tokens * TOKEN_BYTES
-    specs = topology.channels([num_bytes], [num_bytes], _SLOTS)
-    opened = open_links(specs, DppConfig(transport=transport))
-    return Links(delayed(opened, injector, topology.ranks), topology)
-
-
-def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any = None) -> Any:
-    """Our channels for a static schedule, whose slots hold ``tokens``."""
+def open_exchange(num_ranks: int, transport: str, injector: Any) -> Any:
+    """Our channels for a static schedule; an injector may slow them down."""
     from megatron.dpp.runtime.delayed import delayed
     from megatron.dpp.runtime.links import open_links
     from megatron.dpp.runtime.static import ChannelExchange, ring_channels
 
     ranks = tuple(range(num_ranks))
-    specs = ring_channels(ranks, dist.get_rank(), tokens * TOKEN_BYTES, _SLOTS)
+    specs = ring_channels(ranks, dist.get_rank(), _NUM_BYTES, _SLOTS)
     opened = open_links(specs, DppConfig(transport=transport))
     return ChannelExchange(delayed(opened, injector, ranks), 60.0)
-
-
-def run_step(
-    links: Any, scheduler: Scheduler, runner: Any, iteration: int, *,
-    recorder: Any = None, **more: Any,
-) -> None:  # fmt: skip
-    """Run one iteration of the executor.
-
-    Args:
-        more: further settings of the iteration.
-    """
-    from megatron.dpp.runtime.executor import Executor, Iteration
-    from megatron.dpp.runtime.timer import TaskTimer
-
-    Executor(
-        runner=runner,
-        scheduler=scheduler,
-        links=links,
-        recorder=recorder or NullRecorder(),
-        timer=TaskTimer(),
-        injector=None,
-        iteration=Iteration(number=iteration, timeout=60.0, **more),
-    ).run()
 
 
 class DynamicPipeline:
@@ -261,18 +203,26 @@ class DynamicPipeline:
         traced: bool = False,
         pieces: int = 1,
     ) -> None:
+        from megatron.dpp.runtime.delayed import delayed
+        from megatron.dpp.runtime.links import Links, open_links
+        from megatron.dpp.runtime.topology import Topology
+
         self.num_chunks, self.split, self.pieces = v, split, pieces
         self._policy, self._cap = policy, cap or args.cap
-        self.links = open_pipeline(
-            args.ranks, v, SEQUENCE, args.transport,
-            injector=injector or injector_of(args, v),
-        )  # fmt: skip
+        topology = Topology(tuple(range(args.ranks)), dist.get_rank(), v)
+        specs = topology.channels([_NUM_BYTES], [_NUM_BYTES], _SLOTS)
+        opened = open_links(specs, DppConfig(transport=args.transport))
+        injector = injector or injector_of(args, v)
+        self.links = Links(delayed(opened, injector, topology.ranks), topology)
         self.recorder = (
             harness.open_trace(args.ranks, v, args.trace_dir) if traced else NullRecorder()
         )
 
     def step(self, args: argparse.Namespace, m: int, iteration: int, runner: Any = None) -> float:
         """Run ``m`` microbatches; seconds this rank's tasks slept. ``runner`` does not sleep."""
+        from megatron.dpp.runtime.executor import Executor, Iteration
+        from megatron.dpp.runtime.timer import TaskTimer
+
         v, split = self.num_chunks, self.split
         pieces = (self.pieces,) * v if split else None
         geometry = Geometry(args.ranks, dist.get_rank(), v, m, w_pieces=pieces)
@@ -280,10 +230,15 @@ class DynamicPipeline:
         scheduler = Scheduler(geometry, policy=self._policy, cap=cap, split_backward=split)
         naps = Naps(args, v, iteration, fused=not split)
         self.recorder.begin_iteration(iteration)
-        run_step(
-            self.links, scheduler, runner or SleepingRunner(naps), iteration,
+        Executor(
+            runner=runner or SleepingRunner(naps),
+            scheduler=scheduler,
+            links=self.links,
             recorder=self.recorder,
-        )  # fmt: skip
+            timer=TaskTimer(),
+            injector=None,
+            iteration=Iteration(number=iteration, timeout=60.0),
+        ).run()
         self.recorder.end_iteration()
         return naps.total
 

@@ -14,8 +14,6 @@ import pytest
 from tests.runtime.fork_server import enter_network
 
 ADDRESSES = ("10.213.71.1", "10.213.71.2")
-SIX = ("fd5c:71::1", "fd5c:71::2")
-"""Of hosts without IPv4."""
 _SECONDS = 30.0
 
 

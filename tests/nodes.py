@@ -1,8 +1,4 @@
-"""The launch scripts as nodes of a run: started, watched, and ended with all that they started.
-
-For tests whose hosts are network namespaces, of this machine or of an emulated one. Failures are
-AssertionErrors that carry what the nodes said, so nothing of pytest is needed.
-"""
+"""Programs as nodes of a run: started, watched, and ended with all that they started."""
 
 from __future__ import annotations
 
@@ -112,27 +108,6 @@ def left_behind(before: set[str], temporary: Path, known: Collection[str] = ()) 
     for path in temporary.iterdir() if left else ():
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
     return left
-
-
-def wait_for_iterations(count: int, metrics: Path, patience: float, *running: Node) -> None:
-    """Until the metrics file has a line for each of so many iterations."""
-    deadline = time.monotonic() + patience
-    while len(lines(metrics)) < count:
-        for node in running:
-            assert node.process.poll() is None, node.said()
-        assert time.monotonic() < deadline, stacks(*running)
-        time.sleep(0.05)
-
-
-def wait_for_end(patience: float, *ending: Node) -> float:
-    """Until the nodes' scripts have ended; the seconds that it took. Late ones print stacks."""
-    start = time.monotonic()
-    for node in ending:
-        try:
-            node.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"a node has not ended:\n{stacks(*ending)}") from None
-    return time.monotonic() - start
 
 
 def lines(metrics: Path) -> list[dict[str, Any]]:

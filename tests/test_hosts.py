@@ -95,12 +95,17 @@ def test_an_address_of_one_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     "text",
     [
         *("[::1]", "10.0.0.1,::1:", "fe80::1%lo", "fe80::1", "fd00::1%eth0", "::ffff:10.0.0.1"),
-        *("169.254.0.1", "::", "0.0.0.0", "ff02::1", "224.0.0.1"),
+        *("::", "0.0.0.0", "ff02::1", "224.0.0.1"),
     ],
 )
 def test_what_no_host_can_be_reached_at_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"node_ips=.* is not an IPv4 or IPv6 address by which"):
         DppConfig(node_ips=text)
+
+
+def test_nodes_on_one_cable_may_have_addresses_of_one_link() -> None:
+    """Of IPv4, which need no name of the interface."""
+    assert DppConfig(node_ips="169.254.0.1,169.254.0.2").node_ip(1, 2, 1) == "169.254.0.2"
 
 
 def test_there_is_an_address_per_node_or_per_rank() -> None:

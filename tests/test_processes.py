@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -138,3 +139,35 @@ def test_the_doors_use_utf8(words: tuple[str, ...]) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, timeout=60)
     assert done.returncode == 2
     assert "--łódź" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_file_changes_nothing_else(closed: str, tmp_path: Path) -> None:
+    """Its number is not that of a file of the run, and no error is on standard output."""
+    code = (
+        "import sys; from megatron.dpp.processes import begin_program; begin_program()\n"
+        "made = open(sys.argv[1], 'w'); print('out'); print('error', file=sys.stderr)\n"
+        "sys.stdout.flush(); sys.exit(made.fileno() < 3)"
+    )
+    command = ["bash", "-c", f'exec "$@" {closed}', "", sys.executable, "-c", code]
+    done = subprocess.run(
+        [*command, str(tmp_path / "made")], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    out, error = "" if " >" in f" {closed}" else "out\n", "" if "2>" in closed else "error\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, out, error)
+
+
+@pytest.mark.parametrize(
+    "words", [("-m", "megatron.dpp.run"), (str(REPOSITORY / "pretrain_gpt.py"),)]
+)
+def test_a_working_directory_that_is_gone_is_one_line(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """PyTorch's libraries cannot be loaded there, and say no more than that."""
+    gone = ["bash", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "", sys.executable]
+    done = subprocess.run(
+        [*gone, *words, __file__], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "error: the working directory cannot be used (No such file or" in done.stderr

@@ -120,6 +120,8 @@ def test_every_field_of_the_settings_has_a_flag_that_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"policy": "x"}, r"DppConfig\(policy='x'\): expected one of auto, .* as module:function"),
+        ({"policy": None}, r"DppConfig\(policy=None\): expected one of auto, "),
         ({"slots": 0}, r"DppConfig\(slots=0\): must be from 1 to 1048576"),
         ({"timeout": float("nan")}, r"DppConfig\(timeout=nan\): must be from 0.001 to 2000000.0"),
         ({"slots": 10**5000},

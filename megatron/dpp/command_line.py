@@ -23,7 +23,6 @@ from megatron.dpp.errors import (
     print_error,
 )
 from megatron.dpp.processes import exits_on_sigterm
-from megatron.dpp.schedule.policies import BUILT_IN
 
 WHERE_THE_REST_IS = "All commands: megatron-dpp --help. Pages: docs/index.md"
 """The end of every help."""
@@ -92,7 +91,6 @@ class _SetsWorkload(argparse.Action):
 def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field of :class:`~megatron.dpp.config.DppConfig`, section by section."""
     names = {field.name: flag_of(field.name) for field in option_fields()}
-    names["policies"] = ", ".join(BUILT_IN)
     groups: dict[str, Any] = {}
     for field in option_fields():
         section, flag = field.metadata["section"], flag_of(field.name)

@@ -32,6 +32,9 @@ KIND_PACKAGES = {"nixl": "pip install --no-deps nixl nixl-cu12 (or nixl-cu13)"}
 EXTENSION = "_native"
 """Module of the transport that is built from ``csrc/``."""
 
+POLICIES = ("auto", "dynamic", "depth-first", "breadth-first", "megatron", "eager")
+"""Built-in values of ``policy``."""
+
 SPLIT_BACKWARD = ("auto", "on", "off", "stock:N")
 """Values of ``split_backward``; N is a number of deferred backwards."""
 
@@ -145,9 +148,9 @@ class DppConfig:
     policy: str = _option(
         "auto",
         _SCHEDULE,
-        "which ready task runs next: {policies}, or your own as module:function; auto: megatron, "
-        "with one chunk per rank eager, where lengths are far apart on more than two ranks "
-        "dynamic, or megatron-core's own schedule where it wins a race of whole steps",
+        f"which ready task runs next: {', '.join(POLICIES)}, or your own as module:function; "
+        "auto: megatron, with one chunk per rank eager, where lengths are far apart on more than "
+        "two ranks dynamic, or megatron-core's own schedule where it wins a race of whole steps",
     )
     activation_cap: str = _option(
         "auto",
@@ -204,8 +207,7 @@ class DppConfig:
         "auto",
         _GRAPHS,
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
-        "them: auto (in the dynamic pipeline, where launching them takes nearly as long as running "
-        "them), on (in static schedules, too), off",
+        "them: auto (where launching them takes nearly as long as running them), on, off",
         *("auto", "on", "off"),
     )
     length_buckets: str = _option(
@@ -271,6 +273,8 @@ class DppConfig:
         for each in option_fields():
             fault = _fault(each, getattr(self, each.name))
             self._require(not fault, each.name, fault)
+        rule = f"expected one of {', '.join(POLICIES)} or your own as module:function"
+        self._require(self.policy in POLICIES or ":" in str(self.policy), "policy", rule)
         try:
             Backward.of(self.split_backward)
         except ValueError as error:
@@ -361,15 +365,16 @@ def _is_routable(text: str) -> bool:
         address: Any = ipaddress.ip_address(text)
     except ValueError:
         return False
-    # A scope names an interface ("%eth0"); what is mapped stands for an IPv4 address.
-    of_six = address.version == 6 and (address.scope_id or address.ipv4_mapped)
-    return not (of_six or address.is_link_local or address.is_unspecified or address.is_multicast)
+    # A scope names an interface ("%eth0"), which IPv4 does without; mapped ones stand for IPv4.
+    if address.version == 6 and (address.scope_id or address.is_link_local or address.ipv4_mapped):
+        return False
+    return not (address.is_unspecified or address.is_multicast)
 
 
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:
     """The fields of :class:`DppConfig`, section by section.
 
     ``metadata["section"]`` names that of a field, ``metadata["help"]`` says what it does, where
-    ``{policies}`` stands for the built-in policies' names, ``{FIELD}`` for another field's flag.
+    ``{FIELD}`` stands for another field's flag.
     """
     return dataclasses.fields(DppConfig)

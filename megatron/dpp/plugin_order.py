@@ -11,7 +11,6 @@ import copy
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -219,7 +218,7 @@ class _Reordered:
     """An iterator whose coming items have another order."""
 
     def __init__(self, own: Iterator[Any], order: Sequence[int]) -> None:
-        items = iter(partial(next, own), object())  # a host's may have no __iter__
+        items = map(next, itertools.repeat(own))  # a host's may have no __iter__
         coming = list(itertools.islice(items, len(order)))
         self._items = itertools.chain(
             [coming[place] for place in order if place < len(coming)], items

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+from megatron.dpp.errors import ConfigError, print_error
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _C_LIBRARY = ctypes.CDLL(None)  # opened before any fork: another thread may hold the loader's lock
 _PATIENCE_S = 5.0
@@ -128,13 +130,22 @@ def sigint_held_back() -> Iterator[None]:
 def begin_program() -> None:
     """Prepare a program before PyTorch is imported, which cannot be in some places.
 
-    A rank of torchrun gets SIGTERM when torchrun ends in any way. Where files are read, or texts
+    A rank of torchrun gets SIGTERM when torchrun ends in any way. Closed standard files are opened
+    on nothing. The program ends where its working directory is gone. Where files are read, or texts
     printed, in another encoding than UTF-8 by default, the program begins again in Python's UTF-8
     mode: PyTorch's sources and the answers of models hold other characters than those of ASCII or
     GBK. What UTF-8 does not have, as some bytes of a file's name, is printed as an escape.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(os.getppid(), signal.SIGTERM)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # else the next file that is opened gets what is printed
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - to the end
+    try:
+        os.getcwd()
+    except OSError as error:  # of which PyTorch's libraries say that they cannot be loaded
+        why = f"the working directory cannot be used ({error.strerror}): go to another one"
+        sys.exit(print_error(ConfigError(why)))
     printed = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or "utf-8"
     used = (locale.getpreferredencoding(False), printed)
     if {codecs.lookup(each).name for each in used} == {"utf-8"}:

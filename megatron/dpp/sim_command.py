@@ -133,12 +133,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _check_shape(shape: Shape, group: int | None) -> None:
-    require(group is None or group >= shape.num_ranks, f"--group {group}: must be at least --pp")
-    tasks = shape.num_stages * shape.num_microbatches
-    require(tasks <= _MOST_TASKS, f"{tasks:,} forwards; at most {_MOST_TASKS:,} are simulated")
-
-
 @dataclass(frozen=True)
 class _Lengths:
     """The meaning of ``--lengths``: a sigma, or a source of microbatches.
@@ -267,7 +261,9 @@ def _run(args: argparse.Namespace) -> int:
     lengths = _Lengths.parse(args.lengths, args.longest)
     number = args.microbatches or lengths.count or 8
     shape = measured.shape(number) if measured else Shape(args.pp, args.chunks, number)
-    _check_shape(shape, args.group)
+    group, tasks = args.group, shape.num_stages * number
+    require(group is None or group >= shape.num_ranks, f"--group {group}: must be at least --pp")
+    require(tasks <= _MOST_TASKS, f"{tasks:,} forwards; at most {_MOST_TASKS:,} are simulated")
     if sum(map(bool, (measured, args.condition, lengths.source))) > 1:
         raise ConfigError("--costs, --condition and --lengths of tokens: give one of them")
     if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, number)).needs_measuring:
@@ -286,7 +282,7 @@ def _run(args: argparse.Namespace) -> int:
     unit = "s" if measured else ""
     _print_results(dataclasses.replace(shape, largest=lengths.longest), results, unit)
     if args.compare:
-        _print_parts(_arms(args, shape), results, shape.num_chunks)
+        _print_parts(arms.Arms(shape.num_chunks, _config(args), args.lead), results)
     _show(args, results, unit)
     return 0
 
@@ -325,7 +321,7 @@ def _runs(
     asked = {name: _runner(name, args) for name in args.policy or ["dynamic"]}
     if not args.compare:
         return asked
-    chosen = _arms(args, shape)
+    chosen = arms.Arms(shape.num_chunks, _config(args), args.lead)
     runs: dict[str, _Run] = {name: partial(chosen.run, name) for name in chosen.names}
     for name in (*STATIC, "earlier-dpp"):
         needs_weights = name == "zb-h1" and measured and not measured.split
@@ -366,11 +362,6 @@ def _config(args: argparse.Namespace) -> ScheduleConfig:
     )
 
 
-def _arms(args: argparse.Namespace, shape: Shape) -> arms.Arms:
-    """The arms whose parts are printed."""
-    return arms.Arms(shape.num_chunks, _config(args), args.lead)
-
-
 # Text
 
 
@@ -396,16 +387,14 @@ def _print_results(shape: Shape, results: Mapping[str, Sequence[Result]], unit: 
     print(f"ratio: makespan / the busiest rank's own work; peak: whole ranks' activations{of} held")
 
 
-def _print_parts(
-    chosen: arms.Arms, results: Mapping[str, Sequence[Result]], num_chunks: int
-) -> None:
+def _print_parts(chosen: arms.Arms, results: Mapping[str, Sequence[Result]]) -> None:
     """Print which ingredient saves what, and each arm's peak in whole ranks' activations."""
     found = arms.parts({name: _mean(results[name]) for name in chosen.names}, chosen.steps)
     names = arms.part_names(found.values())
     heads = "".join(f"{name:>9s}" for name in ("peak", *names, "all"))
     print(f"\n{'what comes from what, %':24s}{heads}")
     for name in chosen.names:
-        peak = statistics.fmean(max(run.peak_held) / num_chunks for run in results[name])
+        peak = statistics.fmean(max(run.peak_held) / chosen.num_chunks for run in results[name])
         cells = "".join(f"{cell:>9s}" for cell in arms.part_cells(found.get(name), names))
         print(f"{name:24s}{peak:9.3g}{cells}")
     print(

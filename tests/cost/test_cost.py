@@ -19,6 +19,7 @@ from megatron.dpp_train.cost.flags import Given, shape_of
 from megatron.dpp_train.cost.memory import (
     head_bytes,
     layer_bytes,
+    layer_parameters,
     least_bytes,
     model_parameters,
     rank_memory,
@@ -98,6 +99,28 @@ def test_switches_may_be_off_and_values_of_several_words() -> None:
     assert zero.word("attention_dropout") == "0.1" and zero.number("num_experts", 3, 0) == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 2", (2, 2, 2, 2)),
+        ("--decoder-first-pipeline-num-layers 3", (3, 5)),
+        ("--decoder-last-pipeline-num-layers 2", (6, 2)),
+        ("--account-for-embedding-in-pipeline-split --num-layers 7", (3, 4)),
+        ("--account-for-loss-in-pipeline-split --num-layers 7", (4, 3)),
+        ("--pipeline-model-parallel-layout Et*3|(tt|)*2,tL", (3, 2, 2, 1)),
+    ],
+)
+def test_layers_of_stages_are_those_of_megatron(flags: str, layers: tuple[int, ...]) -> None:
+    assert shape(f"--pipeline-model-parallel-size 2 {flags}", 2).layers == layers
+
+
+def test_a_vocabulary_is_padded_to_a_multiple_for_each_rank() -> None:
+    for more, rows in (("", 50304), ("--vocab-size 1025", 1280)):
+        words = of_words(f"{MEDIUM} --tensor-model-parallel-size 2 {more}")
+        run = shape_of(Given(words), 2, 2, on_gpu=True, arch="gpt")
+        assert run.model.vocab_size == rows
+
+
 REFUSED = {
     "--num-layers 0": "--num-layers 0: expected a whole number of at least 1",
     "--seq-length many": "--seq-length many: expected a whole number",
@@ -105,6 +128,7 @@ REFUSED = {
     "--tensor-model-parallel-size 8 --num-attention-heads 4": "does not divide 4 attention heads",
     "--pipeline-model-parallel-size 8 --num-layers 12": "does not divide 12 layers",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 5": "divide 4 layers",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 9": "divide 4 layers",
     "--micro-batch-size 3": "--micro-batch-size 3 x 8 replicas does not divide 64 samples",
     "--expert-model-parallel-size 2": "does not divide 1 experts",
     "--multi-latent-attention": "models with it are not estimated",
@@ -187,6 +211,9 @@ def test_tensor_parallel_groups_stay_on_a_node_and_shares_of_memory_free() -> No
     assert {way.shape.tensor for way in ways} == {1, 2}
     assert max(least_bytes(way.shape) for way in ways) <= 0.92 * 80 * 2**30
     assert all(way.shape.num_microbatches >= way.shape.pipeline for way in ways)
+    static = of_words(f"{LLAMA}--global-batch-size 96") | {"--use-dpp": False}
+    shapes = [way.shape for way in Search(Given(static), devices, "gpt").ways()]
+    assert all(run.chunks == 1 or run.num_microbatches % run.pipeline == 0 for run in shapes)
 
 
 def test_what_fits_nowhere_names_the_nearest_number_that_does() -> None:
@@ -203,9 +230,10 @@ def test_what_fits_nowhere_names_the_nearest_number_that_does() -> None:
 
 
 def test_gpus_have_many_spellings() -> None:
-    for name in ("H100", "h100", "NVIDIA H100 PCIe", "nvidia-h100"):
+    for name in ("H100", "h100", "NVIDIA H100 PCIe", "nvidia-h100", "NVIDIA H100-SXM5-80GB"):
         assert named_devices(name, 16).device.memory_bytes == 80 * 2**30
-    assert named_devices("rtx4090", 1).device.name == "RTX 4090"
+    for name in ("rtx4090", "4090", "NVIDIA GeForce RTX-4090"):
+        assert named_devices(name, 1).device.name == "RTX 4090"
     assert (named_devices("H100", 16).per_node, named_devices("H100", 4).per_node) == (8, 4)
     with pytest.raises(ConfigError, match="--gpu H1000: expected one of GB200, "):
         named_devices("H1000", 1)
@@ -247,7 +275,7 @@ def test_experts_are_shared_by_their_own_replicas() -> None:
     dense = rank_parameters(shared, 0) - 8 * each // 4
     assert shared_parameters(shared, 0) == dense / 8 + 8 * each / 4 / 2
     # Two all-to-alls; a rank keeps a quarter of its 2 * 256 routed tokens.
-    sent = 2 * 3 / 4 * 2 * 256 * 256 * 2 / 0.95
+    sent = 2 * 3 / 4 * 2 * 256 * 256 * 2
     times = [part_times(run, plain_device(link=1.0)).layer[0] for run in (alone, shared)]
     assert times[1] - times[0] == pytest.approx(sent)
 
@@ -277,6 +305,11 @@ def test_state_bytes_of_a_parameter(flags: str, state: float) -> None:
     held = memory.weights + memory.gradients + memory.optimizer
     assert held == pytest.approx(state * model_parameters(run))
     assert memory.total == held + 7.0 + memory.workspace
+
+
+def test_weights_of_layers_in_8_bit_stand_beside_those_in_16() -> None:
+    plain, eight = (rank_memory(shape(f), 0, 0.0).weights for f in ("", "--fp8-format hybrid"))
+    assert eight - plain == 2 * 8 * layer_parameters(shape())
 
 
 def test_activations_of_a_layer_are_what_the_paper_counts() -> None:
@@ -329,15 +362,15 @@ def test_a_policy_that_holds_all_microbatches_is_simulated_with_all() -> None:
 
 
 def test_collectives_are_those_that_are_sent() -> None:
-    slow = plain_device(link=0.95)
+    slow = plain_device(link=1.0)
     plain = shape("--tensor-model-parallel-size 4", 4)
     spread = dataclasses.replace(plain, sequence_parallel=True)
-    each = 2 * 3 / 4 * 2 * plain.elements / 0.95**2
+    each = 2 * 3 / 4 * 2 * plain.elements
     assert collective_seconds(plain, slow) == pytest.approx(each)
     assert collective_seconds(spread, slow) == pytest.approx(each / 2)
     passes = [part_times(run, slow).layer[:2] for run in (plain, spread)]
     assert [[round(each_ / each, 3) for each_ in pair] for pair in passes] == [[2, 2], [2, 3]]
-    ring = 3 * 2 * 64 * 256 * 2 / 0.95**2  # keys and values of a quarter, three times
+    ring = 3 * 2 * 64 * 256 * 2  # keys and values of a quarter, three times
     assert part_times(dataclasses.replace(shape(), context=4), slow).layer[:2] == (
         pytest.approx(ring), pytest.approx(2 * ring),
     )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Estimates against what runs on GPUs measured.
+"""Estimates against what runs on GPUs measured: milliseconds of a step, MiB of the fullest rank.
 
-Pages: scaling-h200, schedule-h200, parallel-h200, transformer-engine and slices-h100 of
-docs/benchmarks. The rates of matrix products, memory, collectives and FSDP2's launches were fitted
-to some of these times, so tolerances are what the estimates are off today, rounded up.
+The rates of matrix products, memory, collectives and FSDP2's launches were fitted to some of these
+times, so tolerances are what the estimates are off today, rounded up.
 """
 
 from __future__ import annotations

@@ -431,11 +431,10 @@ ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [
 
 
 def test_other_forms_are_chats(tokenizer: Tokenizer) -> None:
-    assert "".join(marked(tokenizer, CALLS, SHARE_GPT)) == (
-        "[system]Be terse.<|endoftext|>[user]Rain?<|endoftext|>"
-        '[assistant]{"town": "Köln"}<|endoftext|>[tool]no<|endoftext|>'
-        "[assistant]None.<|endoftext|>"
-    )
+    assert marked(tokenizer, CALLS, SHARE_GPT) == [
+        "[system]Be terse.<|endoftext|>[user]Rain?<|endoftext|>[assistant]",
+        '{"town": "Köln"}<|endoftext|>', "[tool]no<|endoftext|>[assistant]", "None.<|endoftext|>",
+    ]  # fmt: skip
     line = {"prompt": "Who?", "completion": "Ada."}
     assert samples(tokenizer, PLAIN, line) == samples(tokenizer, PLAIN, chat("Who?", "Ada."))
     assert marked(tokenizer, PLAIN, ALPACA) == [

@@ -91,6 +91,8 @@ def test_a_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_dies_at_its_start_or_fails_ends_the_work() -> None:
     with pytest.raises(DataError, match=r"worker process cannot start: .* SIGABRT"):
         list(in_order(2, os.abort, enumerate(["answers"] * 20)))
+    with pytest.raises(DataError, match="no such file"):
+        list(in_order(2, not_begun, enumerate(["answers"] * 20)))
     with pytest.raises(RuntimeError, match="invalid literal"):
         list(in_order(1, begin, enumerate(["refuses"] + ["answers"] * 20)))
 

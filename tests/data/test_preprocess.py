@@ -123,18 +123,32 @@ BAD_LINES: dict[str, Any] = {
 def test_bad_lines_are_named_or_skipped_and_leave_no_new_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = corpus(tmp_path, {"text": "good"}, *BAD_LINES.values(), {"text": "good"})
+    good = [{"text": "good"}] * 300  # more than are read at a time
+    source = corpus(tmp_path, *good, *BAD_LINES.values(), *good)
     assert run(source, tmp_path / "out", *GPT) == 1
-    assert f"{source}, line 2: not JSON" in capsys.readouterr().err
+    assert f"{source}, line 301: not JSON" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
     assert run(source, tmp_path / "out", *GPT, "--skip-bad-lines") == 0
     said = capsys.readouterr()
     assert f"{len(BAD_LINES)} bad lines skipped" in said.out
     shown = [line for line in said.err.splitlines() if "skipped: " in line]
-    for (number, reason), line in zip(enumerate(BAD_LINES, 2), shown, strict=True):
+    for (number, reason), line in zip(enumerate(BAD_LINES, 301), shown, strict=True):
         assert f"{source}, line {number}: " in line and reason in line
     assert run(source, tmp_path / "out", *GPT) == 1  # the earlier output stays
-    assert len(documents_of(tmp_path / "out_text_document")) == 2
+    assert len(documents_of(tmp_path / "out_text_document")) == 600
+
+
+def test_an_index_never_stands_beside_data_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, index = corpus(tmp_path, {"text": "good"}), tmp_path / "out_text_document.idx"
+    assert run(source, tmp_path / "out", *GPT) == 0 and index.exists()
+
+    def fails(source: Path, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fails)
+    assert run(source, tmp_path / "out", *GPT) == 1 and not index.exists()
 
 
 @pytest.mark.parametrize(
@@ -221,25 +235,6 @@ def test_a_partial_folder_of_a_living_run_stays(tmp_path: Path) -> None:
         assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *GPT) == 0
         assert scratch.is_dir()
     assert not scratch.exists()
-
-
-def test_a_worker_that_cannot_build_its_tokenizer_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    vocab = tmp_path / "vocab.json"
-    vocab.write_bytes(VOCAB.read_bytes())
-    real = preprocess.progress_bar
-
-    def after_the_first_tokenizer(*words: Any, **settings: Any) -> Any:
-        vocab.unlink(missing_ok=True)
-        return real(*words, **settings)
-
-    monkeypatch.setattr(preprocess, "progress_bar", after_the_first_tokenizer)
-    flags = [*GPT, "--workers", "2", "--vocab-file", str(vocab)]
-    assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *flags) == 1
-    said = capfd.readouterr().err
-    assert f"error: --vocab-file {vocab}: No such file" in said
-    assert "Traceback" not in said
 
 
 def test_bert_sentences_by_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,3 +162,22 @@ def test_a_tokenizer_is_told_by_its_files(
     for name in files.split():
         (tmp_path / name).write_text("{}")
     assert tokenizer_flags("gpt", str(tmp_path / named), None).get("--tokenizer-type") == kind
+
+
+@pytest.mark.parametrize(
+    ("choice", "vocab", "why"),
+    [
+        ("gpt2", "5", "vocab.json: not a JSON object"),
+        ("gpt2", '{"a": 0}', "GPT-2's vocab.json and merges.txt .* are in none of"),
+        ("train:256", "", "expected train:N with N from 257 to 1048576"),
+        ("train:9999999999", "", "expected train:N with N from 257 to 1048576"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(
+    choice: str, vocab: str, why: str, tmp_path: Path
+) -> None:
+    """Memory for all tokens that were asked for ended the process by SIGABRT."""
+    (tmp_path / "vocab.json").write_text(vocab)
+    (tmp_path / "merges.txt").touch()
+    with pytest.raises((ConfigError, DataError), match=why):
+        tokenizer_flags("gpt", choice, tmp_path / "x.jsonl")

@@ -114,6 +114,15 @@ def test_notes_name_what_is_not_mapped() -> None:
     assert parse_config(content, "x").flags["max-position-embeddings"] == 4096
 
 
+def test_absent_patterns_and_unnormalised_experts_have_their_flags() -> None:
+    gemma = tiny.config_of("gemma3_text") | {"layer_types": None, "num_hidden_layers": 7}
+    found = parse_config(gemma, "x").flags["window-attn-skip-freq"]
+    assert found == "[1,1,1,1,1,0,1]"
+    for normed in (True, False):
+        content = tiny.config_of("qwen3_moe") | {"norm_topk_prob": normed}
+        assert ("moe-router-pre-softmax" in parse_config(content, "x").flags) is not normed
+
+
 def test_names_of_other_versions_are_read() -> None:
     """Versions of transformers differ in what they call the number of experts."""
     content = tiny.config_of("qwen3_moe")

@@ -277,8 +277,42 @@ def test_rotary_embeddings_come_back_as_they_were(
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
 
 
-def test_a_list_of_tensors_that_is_none_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensor, part: delattr(part, "relative_path"),
+        lambda tensor, part: setattr(part, "relative_path", 5),
+        lambda tensor, part: setattr(tensor.properties, "dtype", 5),
+        lambda tensor, part: delattr(tensor, "size"),
+    ],
+)
+def test_a_damaged_part_is_refused(spoil: Callable[[Any, Any], None], tmp_path: Path) -> None:
     folder = written(tmp_path / "x", {"k": torch.ones(2)})
-    (folder / ".metadata").write_bytes(pickle.dumps(7))
-    with pytest.raises(DataError, match=r"\.metadata: damaged \('int' object"):
+    with metadata_of(folder) as metadata:
+        parts = {index.fqn: info for index, info in metadata.storage_data.items()}
+        spoil(metadata.state_dict_metadata["k"], parts["k"])
+    with pytest.raises(DataError, match=r"\.metadata: damaged"):
+        checkpoint.Stored(folder)
+
+
+def test_arguments_that_are_none_are_left_out(tmp_path: Path) -> None:
+    folder = written(tmp_path / "x", {"k": torch.ones(2)})
+    assert vars(checkpoint.Stored(folder).args) == {}
+    torch.save({"args": 5}, folder / "common.pt")
+    assert checkpoint.Stored(folder).args is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        pytest.param(pickle.dumps(7), r"damaged \('int' object", id="a number"),
+        pytest.param(b"\x80\x02Nr\0\0\0\x20.", "unreadable .MemoryError", id="a memo of 8 GiB"),
+    ],
+)
+def test_a_list_of_tensors_that_is_none_is_refused(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "x", {"k": torch.ones(2)})
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(DataError, match=rf"\.metadata: {said}"):
         checkpoint.Stored(folder)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,20 @@ from torch.nn.functional import cross_entropy
 
 from megatron.dpp_train import hf
 from tests.hf import tiny
-from tests.hf.training import train
+from tests.runtime.launcher import run_ranks
 
+WORKER = Path(__file__).with_name("train_worker.py")
+FLAGS = (
+    "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 96 "
+    "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --adam-eps 1e-5 "
+    "--clip-grad 1 --log-interval 1 --eval-iters 0 --eval-interval 100 "
+    "--hidden-dropout 0 --attention-dropout 0 "
+    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-rope-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--num-workers 0 --dataloader-type single --ckpt-format torch_dist --no-save-optim"
+)
+NUMBER = r"([\d.E+-]+)"
 STEPS, LENGTH = 3, 24
 PIPELINE = "--pipeline-model-parallel-size 2"
 CHUNKS = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
@@ -42,6 +56,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Name -> family and further settings."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Loss and gradient norm of each step in a run's log."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+def train(num_ranks: int, rows: Path, words: str, *, timeout: float = 300) -> Losses:
+    """Run a command line on forked ranks; what it logged."""
+    arguments = f"{FLAGS} {words} --moe-aux-loss-coeff 0".split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROWS", str(rows))
+        log = run_ranks(WORKER, num_ranks, arguments, timeout, preload="training")
+    return Losses(*(
+        list(map(float, re.findall(rf"{name}: {NUMBER}", log))) for name in ("lm loss", "grad norm")
+    ))  # fmt: skip
 
 
 @pytest.fixture
@@ -95,12 +128,23 @@ def compare(folder: Path, rows: Path, name: str, layouts: Sequence[str]) -> None
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama", DYNAMIC), ("gemma3_text", TENSOR), ("glm4_moe", EXPERTS), ("gpt2", CHUNKS)],
+    [
+        ("llama", DYNAMIC),
+        ("gemma3_text", TENSOR),
+        ("glm4_moe", EXPERTS),
+        ("gpt2", CHUNKS),
+        ("gpt_oss", EXPERTS),
+        ("granite", CHUNKS),
+        ("olmo3", DYNAMIC),
+        ("phi3", CHUNKS),
+        ("smollm3", CHUNKS),
+        ("yarn", CHUNKS),
+    ],
 )
 def test_models_have_the_losses_and_gradients_of_transformers(
     name: str, layout: str, tmp_path: Path, rows: Path
 ) -> None:
-    """A vocabulary of 95 is padded where two ranks share it."""
+    """One family of each kind. A vocabulary of 95 is padded where two ranks share it."""
     compare(tmp_path, rows, name, [layout])
 
 

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import os
+import queue
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.datasets import utils
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, pretrain
@@ -62,6 +64,8 @@ def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, to
 
 if __name__ == "__main__":
     utils.compile_helpers = lambda: None
+    results: queue.Queue[Any] = queue.Queue()  # of this process alone, without a server to start
+    filesystem_async.get_write_results_queue = lambda: results
     args = parse_and_validate_args(add_arguments)
     config = adjust(gpt_config_from_args(args), get_args())
     settings = pretrain_cfg_container_from_args(args, config)

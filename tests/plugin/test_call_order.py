@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,6 +106,26 @@ def test_losses_come_back_in_the_hosts_order(
     plugin.announce(SIZES)
     assert train(forward_only=True) == list(range(8)) == steps.pop()["taken"], "an evaluation"
     assert train() == list(range(8)) != steps.pop()["taken"]
+
+
+class Arrays:
+    """An iterator without ``__iter__``, whose items are arrays."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> Any:
+        self.taken += 1
+        return np.array([self.taken, 0])
+
+
+def test_items_may_be_of_any_type(steps: list[dict[str, Any]]) -> None:
+    """Arrays have no truth value."""
+    planned()
+    plugin.announce(SIZES)
+    own = Arrays()
+    assert [int(item[0]) for item in train(data_iterator=own)] == list(range(1, 9))
+    assert own.taken == 8
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])

@@ -66,6 +66,6 @@ def culprit_of(run: Run, cause: str, seed: int) -> str | None:
     }.get(cause, "all ranks")
 
 
-def analysed(run: Run, directory: Path, **options: int) -> Analysis:
+def analysed(run: Run, directory: Path) -> Analysis:
     files = open_run(write(run, directory))
-    return analyse(files, align(files), **options)
+    return analyse(files, align(files))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,8 @@ def test_a_small_imbalance_costs_less_than_the_pipeline(tmp_path: Path) -> None:
     assert "The imbalance of experts takes about" in text and "not the pipeline" not in text
     even = words(reported(write(run_of(201), tmp_path / "even")))
     assert "That costs less than 1% of an iteration" in even
+    short = reported(write(dataclasses.replace(run_of(350), iterations=1), tmp_path / "short"))
+    assert [row.layer for row in short.pipeline.experts] == [1, 2]
 
 
 def test_a_rank_with_all_experts_waits_for_none(tmp_path: Path) -> None:

@@ -125,6 +125,13 @@ def test_a_baseline_is_compared_step_by_step(
         "common": 20, "equal": ["grad_norm", "lr"], "largest": {"loss": 2.0},
     }  # fmt: skip
     assert "Different in the 20 common steps: loss by at most 2." in found["sentences"]
+    files = [str(tmp_path / f"{name}.jsonl") for name in "bc"]
+    for place, file in zip((same, other), files, strict=True):
+        (place / "metrics.jsonl").rename(file)
+    named = report_of(capsys, files[0], "--baseline", files[1], "--output", page)
+    assert named["difference"] == found["difference"]
+    assert monitor_command.main([files[0], "--once"]) == 0
+    assert "Iteration 20 of 50" in capsys.readouterr().out
     assert report_command.main([home, str(same), str(other)]) == 2
     assert "3 runs" in capsys.readouterr().err
 

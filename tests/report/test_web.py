@@ -16,7 +16,6 @@ import pytest
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.monitor_command import LivePage, build_parser, open_server
-from megatron.dpp.report.run_files import write_state
 from tests.report.synthetic import Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,19 +111,3 @@ def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path):
     finally:
         process.kill()
     assert (process.returncode, errors) == (0, "")
-
-
-def test_a_page_follows_a_link_to_the_next_run(tmp_path):
-    link = tmp_path / "latest"
-    live = LivePage(build_parser("monitor").parse_args(["--web", str(link)]), 0.01)
-    for name, state in (("one", "running"), ("two", "finished")):
-        home = tmp_path / name
-        home.mkdir()
-        (home / "metrics.jsonl").write_text('{"iteration": 3, "loss": 3.25, "ms": 9.0}\n')
-        write_state(home, state)
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        end = time.monotonic() + 30
-        while f"<h1>{name}</h1>" not in (text := live.text()) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert f"<h1>{name}</h1>" in text and badge(text).startswith(f"{state}, ")

@@ -47,19 +47,22 @@ class _LinearFunction(torch.autograd.Function):
         def wgrad_gemm(x: torch.Tensor, dy: torch.Tensor) -> tuple[Any, Any]:
             dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
             dtype = param.main_grad.dtype if module.fuse_wgrad_accumulation else None
-            dw, db = dy.t().matmul(x), dy.sum(dim=0, dtype=dtype) if has_bias else None
+            adds = has_bias and not module.bias_in_b
+            dw, db = dy.t().matmul(x), dy.sum(dim=0, dtype=dtype) if adds else None
             if module.fuse_wgrad_accumulation:
                 (param.main_grad.copy_ if first else param.main_grad.add_)(dw)
             return dw, db
 
         wgrad = grad_bias = None
-        if not ctx.needs_input_grad[0]:
+        if has_bias and (module.bias_in_b or not ctx.needs_input_grad[0]):
             grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
-            return None, grad_output.matmul(weight), grad_bias if has_bias else None, None, None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_output.matmul(weight), grad_bias, None, None
         if ctx.store.delay_wgrad_compute():
             ctx.store.put([inp.detach(), grad_output], wgrad_gemm)
         else:
-            wgrad, grad_bias = wgrad_gemm(inp, grad_output)
+            wgrad, added = wgrad_gemm(inp, grad_output)
+            grad_bias = grad_bias if added is None else added
         if module.fuse_wgrad_accumulation:
             param.grad_added_to_main_grad = True
             wgrad = torch.full_like(weight, torch.nan)
@@ -68,6 +71,9 @@ class _LinearFunction(torch.autograd.Function):
 
 class _Base(torch.nn.Module):
     """The part of TransformerEngineBaseModule that linear layers share."""
+
+    bias_in_b = False
+    """The bias's gradient is computed with the input's, as where the output's is quantised."""
 
     def _build(self, inp: int, out: int, *, bias: bool, **options: Any) -> None:
         assert options["tp_size"] == 1

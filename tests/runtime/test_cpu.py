@@ -73,6 +73,8 @@ def test_stand_ins_that_are_there_stay_for_the_one_that_made_them() -> None:
             assert torch.cuda.get_device_capability is capability
             assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
             assert torch.empty(2, device="cuda").device.type == "cpu"
+    for made in [cpu.install(host=True), cpu.install(host=True)]:
+        made.close()
     assert not changed(before)
     assert torch.overrides._get_current_function_mode_stack() == modes
 

@@ -294,3 +294,19 @@ def test_packed_rows_that_nobody_announced_are_named() -> None:
         pytest.raises(ConfigError, match=r"sequences of \[10\] tokens, .* of \[3, 7\] tokens: ann"),
     ):
         model(torch.zeros(1, 10), None, None, packed_seq_params=packed([0, 3, 10]))
+
+
+@pytest.mark.parametrize(
+    ("more", "named", "words"),
+    [((), {"input_ids": 1}, "multiple values for argument 'input_ids'"),
+     ((None, None), {}, "too many positional arguments")],
+)  # fmt: skip
+def test_an_argument_too_many_is_named_as_without_slices(
+    more: tuple[Any, ...], named: dict[str, Any], words: str
+) -> None:
+    model, slices = Model(), SimpleNamespace(unit=cut_of([[10]], 5).units[0])
+    with (
+        WholeSteps(slices, [model]).bound(),  # type: ignore[arg-type]
+        pytest.raises(TypeError, match=words),
+    ):
+        model(torch.zeros(1, 10), None, None, *more, **named)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.core import compat
 from megatron.dpp.core.wgrad import accumulate, te_layer
 from megatron.dpp.core.wgrad.te_layer import TELayer, adding
 from tests.runtime import cases, te_double
@@ -198,6 +199,23 @@ def test_a_bias_gradient_in_the_dtype_of_main_grad_is_cast_as_by_autograd() -> N
     assert deferred.any() and torch.equal(deferred, layer.fc.bias.grad)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_bias_gradient_that_b_computes_is_added_in_b(fused: bool) -> None:
+    layer, taken, waiting = built(fused=fused)
+    now = layer_of()
+    for each in (layer, now):
+        each.fc.bias_in_b = True
+    with taken.bound():
+        for value in (1.0, 3.0):
+            backward(layer, value)
+            backward(now, value)
+    assert torch.equal(layer.fc.bias.main_grad, now.fc.bias.grad)
+    for work in waiting:
+        work.compute()
+    for name in ("weight", "bias"):
+        assert torch.equal(getattr(layer.fc, name).main_grad, getattr(now.fc, name).grad)
+
+
 def test_a_layer_that_ran_twice_adds_both_products_as_autograd_does() -> None:
     layer, taken, waiting = built()
     now = layer_of()
@@ -245,7 +263,7 @@ def test_what_a_host_changed_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -
     assert why() == "Transformer Engine 2.3.0 is older than 2.7.0"
 
 
-@pytest.mark.parametrize("replaced", ["nothing", "forward", "autograd function"])
+@pytest.mark.parametrize("replaced", ["nothing", "forward", "autograd function", "class"])
 def test_transformer_engines_layers_are_taken_as_it_wrote_them(
     monkeypatch: pytest.MonkeyPatch, replaced: str
 ) -> None:
@@ -257,5 +275,7 @@ def test_transformer_engines_layers_are_taken_as_it_wrote_them(
     elif replaced == "autograd function":
         other = type("_Linear", (), {"forward": staticmethod(lambda ctx, value: value)})
         monkeypatch.setattr(te_double, "_Linear", other, raising=False)
+    elif replaced == "class":  # by one that a host tells to be of megatron-core
+        layer.__class__ = type("Linear", (te_double.Linear,), {"__module__": compat.TE_LAYERS})
     expected = None if replaced == "nothing" else "its class is Linear"
     assert te_layer.TELayer.why_not(layer, lambda weight: 1) == expected

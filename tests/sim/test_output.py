@@ -93,11 +93,13 @@ def test_a_comparison_has_all_schedules_under_the_same_draws(capsys: Capsys) -> 
 def test_parts_of_a_comparison_add_up_to_the_whole(capsys: Capsys, more: str) -> None:
     out = output(capsys, f"--pp 2 --compare --no-grid {more}")
     times = {name: row[0] for name, row in rows(out).items()}
+    peaks = {name: row[2] for name, row in rows(out).items()}
     head, *lines = out[out.index("what comes from what") :].splitlines()
     assert head.split()[-5:] == ["peak", "W", "order", "memory", "all"]
     static = lines[0][:24].strip()
     for line in lines[:-1]:
         name, cells = line[:24].strip(), line[33:].split()
+        assert float(line[24:33]) == pytest.approx(peaks[name], rel=0.01)
         *own, whole = (0.0 if cell == "-" else float(cell) for cell in cells)
         assert sum(own) == pytest.approx(whole, abs=0.16)
         assert whole == pytest.approx(100 * (1 - times[name] / times[static]), abs=0.16)

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import random
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.dpp.errors import exit_with
-from megatron.dpp.sim.lengths import LengthCosts
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "profiling"))
 
 import bench_parallel  # noqa: E402
-from bench_transport import ucx_seconds  # noqa: E402
 from bench_whatif import EverySecond, row  # noqa: E402
-from lengths_plans import LENGTHS, PLANS, Plans, longest_of  # noqa: E402
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("lengths", "--ranks 1", "--ranks 1: expected 2 or more"),
-        ("lengths", "--ranks 4,x", "--ranks 4,x: expected 2 or more, or sizes like 4,8"),
-        ("lengths", "--lengths short", "--lengths short: expected one of sft, long, packed8k"),
-        ("lengths", "--ranks 4 --microbatches 6",
-         "--microbatches 6: must be a multiple of 4 ranks"),
         ("schedule", "--microbatches 4 0", "--microbatches 0: must be at least 1"),
         ("schedule", "--sleep-ms -1", "--sleep-ms -1: must be above 0"),
         ("schedule", "--schedules split0", "--schedules split0: chunks 0: must be at least 1"),
@@ -57,44 +48,6 @@ def test_refusals_are_one_line(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-# Unlike lengths
-
-
-@pytest.mark.parametrize("mix", LENGTHS)
-def test_all_plans_have_the_same_sequences_and_best_is_best(mix: str) -> None:
-    plans = Plans(
-        mix, random.Random(0), rows=16, ranks=2, chunks=2, longest=longest_of(mix),
-        costs=LengthCosts.transformer(),
-    )  # fmt: skip
-    every = [*range(len(plans.lengths))]
-    for schedule in ("static", "ours"):
-        times = {}
-        for plan in PLANS:
-            _, microbatches = plans.planned(schedule, plan)
-            assert sorted(itertools.chain(*microbatches)) == every
-            assert len(microbatches) % 2 == 0
-            assert max(map(sum, plans.of(microbatches))) <= longest_of(mix)
-            times[plan] = plans.seconds(schedule, microbatches)
-        assert times["best"] == min(times.values())
-        assert times["ordered"] <= min(times["drawn"], times["sorted"])
-
-
-@pytest.mark.parametrize("schedule", ["static", "ours"])
-def test_the_overhead_of_a_task_is_found_by_the_time_of_a_step(schedule: str) -> None:
-    plans = Plans(
-        "sft", random.Random(2), rows=8, ranks=2, chunks=2, longest=4096, costs=LengthCosts()
-    )
-    _, microbatches = plans.planned(schedule, "drawn")
-    without = plans.seconds(schedule, microbatches)
-    with_it = plans.seconds(schedule, microbatches, 50.0)
-    assert with_it > without + 100
-    assert plans.overhead(schedule, microbatches, with_it) == pytest.approx(50, abs=3)
-    assert plans.overhead(schedule, microbatches, without) == pytest.approx(0, abs=3)
-
-
-# Others
-
-
 def test_each_way_to_split_a_model_trains_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_parallel.py", "--devices", "4", "--layers", "32"])
     args = bench_parallel.parse_arguments()
@@ -108,18 +61,6 @@ def test_each_way_to_split_a_model_trains_the_same_one(monkeypatch: pytest.Monke
     assert last["pp"]["--num-layers-per-virtual-pipeline-stage"] == "4"
     assert last["dp"]["--pipeline-model-parallel-size"] == "1"
     assert last["cp"]["--context-parallel-size"] == "4"
-
-
-UCX = """\
-+--------------+--------------+----------+---------+---------+----------+----------+
-|     Test     | # iterations | 50.0%ile | average | overall |  average |  overall |
-+--------------+--------------+----------+---------+---------+----------+----------+
-                         500      5.903     5.961     5.961    10484.92   10484.92
-"""
-
-
-def test_ucx_perftests_heading_is_not_its_result() -> None:
-    assert ucx_seconds(UCX) == pytest.approx(5.903e-6)
 
 
 class Slow:

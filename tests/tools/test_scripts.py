@@ -69,8 +69,3 @@ def test_a_set_up_without_pybind11_says_so_in_one_line() -> None:
     )
     assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 1, ran.stderr
     assert "pip install pybind11" in ran.stderr
-
-
-def test_every_earlier_script_in_the_root_is_there() -> None:
-    names = ["run_single.sh", "run_master.sh", "run_worker.sh", "prerequisites.sh", "aggregate.py"]
-    assert all((ROOT / name).is_symlink() and (ROOT / name).is_file() for name in names)

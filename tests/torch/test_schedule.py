@@ -58,11 +58,13 @@ def test_ranks_that_communicate_within_tasks_run_one_order() -> None:
 
 
 def test_refused_in_one_line_on_all_ranks() -> None:
-    run(2, [("refused", {})])
+    run(2, [("refused", {}), ("frozen", {}), ("processes", {})])
 
 
-def test_a_killed_rank_is_named_at_once() -> None:
-    first, second = wait(start(WORKER, 2, ['[["dies", {}]]'], preload="libraries"), 60.0)
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_a_killed_rank_is_named_at_once(step: int) -> None:
+    cases = json.dumps([("dies", {"step": step})])
+    first, second = wait(start(WORKER, 2, [cases], preload="libraries"), 60.0)
     assert second.returncode == -9
     assert first.returncode == 1 and "PeerDead: rank 0: rank 1 (pid" in first.output
 

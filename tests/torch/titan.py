@@ -163,8 +163,9 @@ def run(options: argparse.Namespace, folder: Path, *, ours: bool) -> list[list[s
         text = file.read_text()
         assert text.count(BEFORE) == 1, f"{file} has another form"
         file.write_text(text.replace(BEFORE, LINE + BEFORE))
+    paths = f"{sources}:{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"
     environment = os.environ | {
-        "PYTHONPATH": f"{sources}:{REPOSITORY}", "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0",
+        "PYTHONPATH": paths, "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HF_HOME": str(folder),
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip

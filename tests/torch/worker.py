@@ -6,6 +6,7 @@ Python serves many of them. Prints ``CASE n ok``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -13,8 +14,11 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -65,6 +70,10 @@ def as_torch(
         wrapped = [wrap(part) if index in mine else part for index, part in enumerate(each)]
         made.append(stages_of(wrapped, group))
     words = {"n_microbatches": case.m, "loss_fn": loss_fn, "scale_grads": case.scale}
+    if seed % 2:  # on ranks that are given no arguments, too
+        rows, named = TensorChunkSpec(0), given[2]
+        by_name = {"kwargs_chunk_spec": dict.fromkeys(named, rows)}
+        words |= by_name if named else {"args_chunk_spec": (rows,)}
     if case.v == 1:
         kind: Any = random.Random(seed).choice([ScheduleGPipe, Schedule1F1B])
         wanted = run(kind(*made[0], **words), made[0], given)
@@ -254,17 +263,11 @@ def refused() -> None:
     good = ["x", "x"]
     mean = {"loss_fn": lambda output, target: (output - target).mean()}
     rows = {"loss_fn": lambda output, target: output - target}
+    flat = {"loss_fn": lambda output, _: output.detach().mean()}
     table: list[tuple[list[Any], dict[str, Any], Any, Any, int, str]] = [
         ([None, "x"], mean, x, x, 0, "stage 0 returned NoneType: a stage that is not the last has"),
         ([(), "x"], mean, x, x, 0, "stage 0 returned no tensor"),
-        (
-            good,
-            {"loss_fn": lambda output, _: output.detach().mean()},
-            x,
-            x,
-            1,
-            "loss_fn returned a tensor without gradient",
-        ),
+        (good, flat, x, x, 1, "loss_fn returned a tensor without gradient"),
         (good, rows, x, x, 1, r"loss_fn returned \(2, 3\): a tensor with one element is needed"),
         (good, mean, x[:1], x, 0, "argument 0 can be cut into 1 microbatches, and 2 are asked for"),
         (good, mean, [x, x, x], [x, x], 1, "rank 1 was given targets of 2 .*, and rank 0 runs 3"),
@@ -319,17 +322,57 @@ def traced(folder: str) -> None:
         schedule.step(*given[0], target=given[1], **keywords)
 
 
-def dies() -> None:
-    """Rank 1 is killed in its second step."""
+def dies(step: int) -> None:
+    """Rank 1 is killed in its second step, in the set-up of its first one, or before."""
     case = Case.random(0, 2)
     model, (tokens, targets, keywords) = parts(case, 0, 2 * case.v), batch(case, 0)
     schedule = DynamicSchedule(stages_of(model), case.m, loss_fn)
-    for step in range(2):
-        if step and dist.get_rank():
+    for number in range(2):
+        if number == max(step, 0) and dist.get_rank():
             kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            model[-1].register_forward_pre_hook(kill)
+            model[1].register_forward_pre_hook(kill)
+            if step < 0:
+                kill()
         given = ([tokens], None) if dist.get_rank() == 0 else ([], targets)
         schedule.step(*given[0], target=given[1], **keywords)
+
+
+def frozen() -> None:
+    """A stage whose output takes no gradient any more, unlike in the first step, is refused."""
+    rank, x, model = dist.get_rank(), torch.ones(4, 3), [Returns("x"), Returns("x")]
+    schedule = DynamicSchedule(stages_of(model), 2, lambda output, _: output.mean())
+    for kind in (contextlib.nullcontext(), pytest.raises((ConfigError, PeerDead), match="a new")):
+        with kind:
+            schedule.step(*([x] if rank == 0 else []), target=x if rank else None)
+        model[0].weight.requires_grad_(False)
+    schedule.close()
+
+
+def processes() -> None:
+    """A rank whose process has ended on this host, or is gone, is dead; one of another host is
+    waited for.
+    """
+    rank, x = dist.get_rank(), torch.ones(2, 3)
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # which leaves it to be waited for
+    for pid, here in ((ended.pid, True), (1 << 30, True), (1 << 30, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(os, "getpid", lambda pid=pid: pid)
+            if rank and not here:
+                patch.setattr(Path, "read_text", lambda *_, **__: "another boot")
+            mean: Any = lambda output, _: output.mean()  # noqa: E731
+            schedule = DynamicSchedule(stages_of([Returns("x")] * 2), 1, mean)
+        args, target = ([], x) if rank else ([x], None)
+        if not here:
+            time.sleep(0.3 * rank)  # rank 0 looks first
+            schedule.step(*args, target=target)
+        elif not rank:
+            with pytest.raises(PeerDead, match=r"rank 1 \(pid \d+\) died before its first"):
+                schedule.step(*args, target=target)
+        dist.barrier()
+        schedule.close()
+    ended.wait()
 
 
 if __name__ == "__main__":

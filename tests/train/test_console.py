@@ -49,7 +49,8 @@ def left_over(folder: Path) -> list[int]:
 
 
 def test_a_run_shows_its_progress_and_keeps_its_files(tmp_path: Path) -> None:
-    process = start(tmp_path, *["--mode", "3d", "--procs", "2", "--pp", "2", "--max-steps", "3"])
+    words = "--mode 3d --procs 2 --pp 2 --max-steps 3 --save-interval 4"
+    process = start(tmp_path, *words.split())
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     lines = out.splitlines()
@@ -63,6 +64,7 @@ def test_a_run_shows_its_progress_and_keeps_its_files(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows if "loss" in row] == [1, 2, 3]
     assert "iteration        3/" in (run / "train.log").read_text()
     assert "torch.distributed.run" in (run / "command").read_text()
+    assert not (run / "checkpoints").exists()  # nothing is saved within three steps
     state = read_state(run)
     assert state is not None and state.state == "finished"
     assert list(state.times) == ["starting", "running", "finished"]
@@ -73,12 +75,11 @@ LAUNCH = """
 import os, sys
 from pathlib import Path
 from megatron.dpp_train.presets.launch import run
-
-home = Path(sys.argv[1])
+home, words = Path(sys.argv[1]), [sys.executable, *sys.argv[2:]]
 flags = {"--metrics-file": str(home / "metrics.jsonl"), "--train-iters": "9"}
-words = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(home / "rank.py")]
 sys.exit(run(words, os.environ, home, home / "train.log", flags))
 """
+"""A run in a folder, whose torchrun is Python with these arguments."""
 RANK = """
 import subprocess, sys, time
 from megatron.dpp.errors import ConfigError, print_error, tell_torchrun
@@ -91,8 +92,9 @@ with open({metrics!r}, "w") as file:
 """Stands for a training script: its metrics, then an error or a long run."""
 FAILURES = {
     "assert False": "exit code 1: AssertionError: assert False",
-    "sys.exit(print_error(ConfigError('wrong')))": "exit code 2: rank.py: error: wrong",
+    "sys.exit(print_error(ConfigError('wrong')))": "exit code 2: wrong",
     "tell_torchrun('no room', printed=True); sys.exit(3)": "exit code 3: no room",
+    "raise KeyError('part ' * 9999)": " part",
     "import os; os.kill(os.getpid(), 9)": "ended by SIGKILL",
 }
 """End of a rank -> how its error ends."""
@@ -101,7 +103,8 @@ FAILURES = {
 def launch(folder: Path, end: str, begin: str = "") -> subprocess.Popen[str]:
     metrics = str(folder / "metrics.jsonl")
     (folder / "rank.py").write_text(RANK.format(metrics=metrics, begin=begin, end=end))
-    return spawn(folder, "-c", LAUNCH, str(folder))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", str(folder / "rank.py")]
+    return spawn(folder, "-c", LAUNCH, str(folder), *torchrun)
 
 
 @pytest.mark.parametrize("end", FAILURES)
@@ -141,19 +144,9 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
         assert state is not None and (state.state, state.by) == ("stopped", by)
 
 
-_LAUNCHER = """
-import os, sys
-from pathlib import Path
-from megatron.dpp_train.presets.launch import run
-home, words = Path(sys.argv[1]), [sys.executable, "-c", *sys.argv[2:]]
-flags = {"--metrics-file": str(home / "metrics.jsonl")}
-sys.exit(run(words, os.environ, home, home / "log", flags))
-"""
-
-
 def test_a_stopped_torchrun_is_named_while_the_run_waits_for_it(tmp_path: Path) -> None:
     stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    words = [sys.executable, "-c", _LAUNCHER, str(tmp_path), stops]
+    words = [sys.executable, "-c", LAUNCH, str(tmp_path), "-c", stops]
     with subprocess.Popen(words, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
@@ -167,7 +160,7 @@ def test_a_run_whose_directory_is_lost_ends_as_torchrun_does(tmp_path: Path) -> 
     home = tmp_path / "run"
     home.mkdir()
     loses = "import shutil, sys; shutil.rmtree(sys.argv[1]); sys.exit(3)"
-    words = [sys.executable, "-c", _LAUNCHER, str(home), loses, str(home)]
+    words = [sys.executable, "-c", LAUNCH, str(home), "-c", loses, str(home)]
     done = subprocess.run(words, cwd=REPOSITORY, text=True, capture_output=True, check=False)
     assert done.returncode == 1
     state, error, _ = done.stderr.splitlines()
@@ -176,7 +169,7 @@ def test_a_run_whose_directory_is_lost_ends_as_torchrun_does(tmp_path: Path) -> 
 
 def test_a_hang_up_under_nohup_ends_nothing(tmp_path: Path) -> None:
     hangs_up = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
-    words = [sys.executable, "-c", _LAUNCHER, str(tmp_path), hangs_up]
+    words = [sys.executable, "-c", LAUNCH, str(tmp_path), "-c", hangs_up]
     ignoring = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     assert subprocess.run(words, cwd=REPOSITORY, preexec_fn=ignoring, check=False).returncode == 0
 

@@ -80,6 +80,10 @@ LAYOUTS = {
         "global_batch_size": 33,
     },
     "--mode simple --seq-length 64 --max-position-embeddings 32 --position-embedding-type rope": {},
+    "--mode simple --hidden-size 2048 --save-hf out": {
+        "num_attention_heads": 16,
+        "save_interval": 1000,
+    },
     "--mode simple --num-gpus 8 --gpu H100": {
         "bf16": True,
         "transformer_impl": "transformer_engine",
@@ -133,6 +137,7 @@ REFUSED = {
     "--mode 3d --procs 8 --tp 8": "--num-attention-heads 4 cannot be divided by",
     "--mode simple --hidden-size 130": "--hidden-size 130 cannot be divided by",
     "--mode simple --seq-length 9 --max-position-embeddings 8": "--seq-length 9 is above",
+    "--mode 3d --procs 2 --cp 2 --seq-length 126": "divided by 2 halves x --context-parallel-size",
     "--mode simple --procs 3 --batch-size 32": "--global-batch-size 32 cannot be divided by 3",
     "--mode zero --engine deepspeed": "DeepSpeed is not installed",
 }
@@ -195,6 +200,8 @@ def test_no_set_that_is_used_is_left_without_documents(
     status, out, err = train(f"--mode simple --data {prefix} --dry-run")
     assert status == 0, err
     assert flags_of(out)["split"] == split
+    words = f"--mode simple --data-path 1 {prefix} 2 {prefix} --tokenizer sample --dry-run"
+    assert flags_of(train(words)[1])["data_path"] == ["1", prefix, "2", prefix]
 
 
 def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) -> None:
@@ -209,6 +216,9 @@ def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) 
               f"{tmp_path}/tb", "seed": 7, "num_layers": 32, "fp16": True, "use_dpp": True,
               "num_virtual_stages_per_pipeline_rank": 4, "recompute_activations": True}  # fmt: skip
     assert wanted.items() <= found.items()
+    assert found["train_iters"] == found["lr_decay_iters"] > 1
+    status, out, err = train(words, GPUS_PER_NODE="4", USE_DPP="0", TRACE="1", DRY_RUN="1")
+    assert " --dpp-trace-only" in out and "--dpp-trace " not in out, err
 
 
 def test_the_help_fits_one_screen(train: Train) -> None:
@@ -268,6 +278,14 @@ def test_nodes_of_the_environment(
     monkeypatch.setenv("PATH", "")
     found = find_nodes(variables)
     assert (found.count, found.rank, found.master, found.port) == wanted
+    words = f"--nproc-per-node 4 --nnodes {found.count} "
+    words += (
+        f"--node-rank {found.rank} --master-addr {found.master} --master-port {found.port} "
+        "--rdzv-conf timeout=300"
+        if found.port
+        else "--standalone"
+    )
+    assert found.torchrun(4) == words.split()
 
 
 @pytest.mark.parametrize(
@@ -316,17 +334,6 @@ def test_a_direct_call_is_checked_on_every_rank_and_answered_by_one(
     check_direct(["--help"])
 
 
-def test_a_folder_that_is_no_model_is_refused(train: Train, tmp_path: Path) -> None:
-    status, _, err = train(f"--mode simple --model {tmp_path}")
-    assert status == 2 and "config.json" in err
-
-
-def test_an_index_without_its_tokens_is_named(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "a.idx").touch()
-    status, _, err = train(f"--mode simple --data-path {tmp_path}/a")
-    assert status == 2 and f"{tmp_path}/a.bin is missing" in err
-
-
 def test_a_second_run_in_a_directory_leaves_the_files_of_the_first(
     train: Train, tmp_path: Path
 ) -> None:
@@ -363,6 +370,22 @@ def test_resuming_names_the_step_and_takes_the_rate_of_now(train: Train, tmp_pat
         wanted = {"load": str(tmp_path), "ckpt_step": 10, "override_opt_param_scheduler": True,
                   "save": str(tmp_path)}  # fmt: skip
         assert wanted.items() <= flags_of(out).items()
+
+
+def test_chats_are_tokenized_anew_where_their_template_changes(
+    train: Train, tmp_path: Path
+) -> None:
+    """A folder's chat_template.jinja was left out, and a run took the tokens of the earlier one."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    found = set()
+    for template in ("one", "two", "one"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        words = f"--mode simple --data {tmp_path}/a.jsonl --tokenizer {tmp_path} --sft --dry-run"
+        status, out, err = train(words)
+        assert status == 0, err
+        found |= {*flags_of(out)["data_path"]}
+    assert len(found) == 2
 
 
 def test_megatron_reads_a_tokenizer_of_hugging_face_by_its_folder(

@@ -98,3 +98,25 @@ def test_a_split_without_documents_is_named(
     )
     with no_empty_split(), pytest.raises(DataError, match="949,50,1: leaves no document for test"):
         builder.build()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("step", "why"), [("2", "Weights only load failed"), ("2x", "invalid literal for int")]
+)
+def test_a_broken_checkpoint_ends_no_run_well(step: str, why: str, tmp_path: Path) -> None:
+    """megatron-core prints why and ends with status 0, and the run was said to have finished."""
+    from megatron.training import checkpointing
+
+    from megatron.dpp_train.pretrain.mended import mended
+
+    tracker, model = "latest_checkpointed_iteration.txt", "iter_0000002/mp_rank_00"
+    (tmp_path / model).mkdir(parents=True)
+    (tmp_path / tracker).write_text(step)
+    (tmp_path / model / "model_optim_rng.pt").write_bytes(b"PK")
+    args = SimpleNamespace(
+        load=str(tmp_path), ckpt_step=None, non_persistent_global_ckpt_dir=None,
+        non_persistent_ckpt_type=None, exit_on_missing_checkpoint=False, ckpt_format="torch",
+    )  # fmt: skip
+    with mended(), pytest.raises(DataError, match=f"cannot be loaded: {why}"):
+        checkpointing.load_args_from_checkpoint(args)

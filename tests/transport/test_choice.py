@@ -203,7 +203,7 @@ def test_channels_of_other_ranks_are_refused() -> None:
     own = ChannelSpec(1, 1, 0, Direction.FORWARD, 8)
     for channels, rank, store, board, says in (
         (LINK, 2, HashStore(), (), "rank 2 shares the channel forw.* with no other rank"),
-        ([own], 1, HashStore(), (), "rank 1 shares the channel forw.* with no other rank"),
+        ([own], 1, HashStore(), (), "rank 1 shares the channel .*: a pipeline of one rank has one"),
         (LINK, 1, None, (), "no store to find them"),
         ([], 1, None, (1, 2), "no store to find them"),
     ):

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,37 @@ def test_a_channel_has_as_many_puts_on_their_way_as_slots(agents: Agents) -> Non
             until_pending(a, 3 - taken)
             assert agents.num_writes == 2 + taken
             assert take_next(b, 0, taken).tensor.tolist() == [float(taken)] * 9
+
+
+def test_messages_may_be_taken_while_others_arrive(agents: Agents) -> None:
+    """The thread that hears of them looks at the counts between any two lines of a take."""
+    done = threading.Event()
+
+    def slowly(frame: Any, *_: Any) -> Any:
+        if frame.f_code.co_filename != nixl.__file__:
+            return None
+        time.sleep(2e-4)
+        return slowly
+
+    def send(transport: Transport) -> None:
+        for number in range(1000):
+            if not done.wait(2e-4):
+                transport.put(1, torch.ones(1), iteration=0, microbatch=number)
+
+    with opened(NIXL, pair(64, depth=1000)) as (a, b), ThreadPoolExecutor(1) as pool:
+        for number in range(32):
+            a.put(0, torch.ones(1), iteration=0, microbatch=number)
+        while b.poll()[0] < 32:
+            assert b.wait(PATIENCE)
+        others, before = pool.submit(send, a), sys.gettrace()
+        sys.settrace(slowly)
+        try:
+            assert [b.take(0).microbatch for _ in range(32)] == list(range(32))
+            b.poll()
+        finally:
+            sys.settrace(before)
+            done.set()
+        others.result(PATIENCE)
 
 
 def test_a_closed_transport_drains_while_there_is_a_reader(agents: Agents) -> None:

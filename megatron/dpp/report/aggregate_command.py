@@ -175,7 +175,6 @@ def merge(
     order = [rank for ranks in shape.pipelines() for rank in ranks]
     about = {
         "schema": SCHEMA_VERSION,
-        "alignment": alignment.summary(),
         "uncertainty_ns": alignment.uncertainty_ns,
         "cut_short": [file.rank for file in files if not file.complete],
     }

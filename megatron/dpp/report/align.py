@@ -79,19 +79,6 @@ class Alignment:
         """Largest uncertainty of any clock."""
         return max(offset.uncertainty_ns for offset in self.offsets.values())
 
-    def summary(self) -> list[dict[str, Any]]:
-        """Per clock its ranks, offset of the first window and uncertainty."""
-        return [
-            {
-                "clock": clock,
-                "ranks": sorted(rank for rank, name in self.clocks.items() if name == clock),
-                "offset_ns": offset.points[0][1],
-                "uncertainty_ns": offset.uncertainty_ns,
-                "windows": len(offset.points),
-            }
-            for clock, offset in self.offsets.items()
-        ]
-
 
 def message_key(event: Event) -> tuple[Any, ...] | None:
     """The key that a send and its arrival share; None for a channel known by name only."""

@@ -31,6 +31,7 @@ from megatron.dpp.report.analysis.sentences import (
     time_sentences,
     training_sentences,
 )
+from megatron.dpp.report.analysis.stragglers import SLOW
 from megatron.dpp.report.analysis.summary import Analysis
 from megatron.dpp.report.analysis.times import RankTimes
 from megatron.dpp.report.pictures.page import fill, page
@@ -159,7 +160,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     text = "Show a run live: loss, tokens/s, time left, and of a traced run what every rank does."
     parser = new_parser(prog, text, "[RUN] [options]")
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="home or traces of a run (default: runs/latest)")
+    add("runs", nargs="*", metavar="RUN", help="home, traces or metrics (default: runs/latest)")
     add("--benchmark_dir", "--benchmark-dir", metavar="DIR", help="the same")
     add("--metrics-file", metavar="FILE", help="losses (default: metrics.jsonl in the run's home)")
     add("--once", action="store_true", help="print once and end; exit status 3 for a failed run")
@@ -170,7 +171,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="of the page (127.0.0.1: this machine alone; 0.0.0.0: everybody)")  # fmt: skip
     add("--baseline", metavar="RUN", help="another run beside it on the page")
-    parser.set_defaults(iteration=None, threshold=1.15)
+    parser.set_defaults(iteration=None, threshold=SLOW)
     return parser
 
 
@@ -198,7 +199,7 @@ def _watch(options: argparse.Namespace) -> int:
         files: list[TraceFile] = []
         with contextlib.suppress(*([] if options.once else [DataError])):  # a header half written
             files = [] if folder is None else open_run(folder, allow_missing=True)
-        training = read_training(place.home, options.metrics_file)
+        training = read_training(place.home, options.metrics_file or place.metrics)
         state, dead = state_of(place, files, training)
         if not files and not training.metrics and state == "ended":
             place.need_traces()

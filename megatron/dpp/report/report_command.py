@@ -14,7 +14,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.dpp.command_line import command, new_parser, progress_bar
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.report.align import align
@@ -29,6 +29,7 @@ from megatron.dpp.report.analysis.sentences import (
     straggler_text,
     training_sentences,
 )
+from megatron.dpp.report.analysis.stragglers import SLOW
 from megatron.dpp.report.analysis.summary import Analysis, analyse
 from megatron.dpp.report.pictures.page import Difference, Report, page
 from megatron.dpp.report.pictures.picture import Picture
@@ -115,7 +116,8 @@ def _read(
     """A run's numbers; at least its metrics or its traces must be there. Traces of a live run that
     say nothing yet are left out where there are metrics.
     """
-    report, folder = Report(read_training(place.home, metrics_file)), place.traces()
+    training = read_training(place.home, metrics_file or place.metrics)
+    report, folder = Report(training), place.traces()
     if folder is None:
         if not report.training.metrics:
             place.need_traces()
@@ -123,10 +125,7 @@ def _read(
     try:
         files = open_run(folder)
         report.training.state, _ = state_of(place, files, report.training)
-        size = sum(file.size for file in files)
-        with progress_bar(size, **{"disable": True} if live else {}) as bar:
-            alignment = align(files, lambda file: bar.update(file.size))
-        report.pipeline = analyse(files, alignment, threshold=options.threshold)
+        report.pipeline = analyse(files, align(files), threshold=options.threshold)
     except DataError:
         if not (live and report.training.metrics):
             raise
@@ -141,7 +140,7 @@ def build_report(
 
     Args:
         options: of ``megatron-dpp report``.
-        live: no progress bar; traces that say nothing yet are left out where there are metrics.
+        live: traces that say nothing yet are left out where there are metrics.
 
     Raises:
         DppError: an option that cannot be, or a run that cannot be read.
@@ -177,12 +176,12 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser = new_parser(prog, text, "[RUN] [options]")
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="home or traces of a run (default: runs/latest)")
+    add("runs", nargs="*", metavar="RUN", help="home, traces or metrics (default: runs/latest)")
     add("--benchmark_dir", "--benchmark-dir", metavar="DIR", help="the same")
     add("--baseline", metavar="RUN", help="another run to compare with, number by number")
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")
     add("--metrics-file", metavar="FILE", help="losses (default: metrics.jsonl in the run's home)")
-    add("--threshold", type=float, default=1.15, metavar="X", help="X times slower is a straggler")
+    add("--threshold", type=float, default=SLOW, metavar="X", help="X times slower is a straggler")
     add("--output", metavar="FILE", help="the HTML (default: report.html in the run's directory)")
     add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
     add("--costs", metavar="FILE", help="also write the recorded costs, for megatron-dpp sim")

@@ -119,10 +119,12 @@ class RunPlace:
     Args:
         home: where its metrics and state lie.
         chosen: the folder of trace files that was asked for, None for the newest one.
+        metrics: the file of metrics that was asked for, None for that of the home.
     """
 
     home: Path
     chosen: Path | None = None
+    metrics: Path | None = None
 
     def traces(self) -> Path | None:
         """The folder of its trace files, None as long as there are none."""
@@ -147,8 +149,9 @@ class RunPlace:
 
 
 def find_run(name: str | os.PathLike[str], root: Path = ROOT) -> RunPlace:
-    """The run that ``name`` means: its home, a folder of its traces, a file in one of them, or a
-    link to any. A relative name counts from the working directory, else from ``root``.
+    """The run that ``name`` means: its home, a folder of its traces, a file in one of them, a link
+    to any, or other metrics (``*.jsonl``). A relative name counts from the working directory, else
+    from ``root``.
 
     Raises:
         DataError: there is no such directory.
@@ -158,6 +161,8 @@ def find_run(name: str | os.PathLike[str], root: Path = ROOT) -> RunPlace:
     if not path.exists():
         raise DataError(f"{name}: no such directory")
     real = path.resolve()
+    if real.suffix == ".jsonl" and real.name != METRICS:
+        return RunPlace(real.parent, metrics=real)
     real = real.parent if real.is_file() else real
     if real.name == "traces":
         return RunPlace(real.parent)
@@ -264,7 +269,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_training(home: Path, metrics_file: str | None = None) -> Training:
+def read_training(home: Path, metrics_file: str | Path | None = None) -> Training:
     """Reads the files of the run in ``home``."""
     path = Path(metrics_file) if metrics_file else home / METRICS
     lines, flags, state = read_metrics(path), _flags(home), read_state(home)

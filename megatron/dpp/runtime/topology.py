@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport.base import ChannelSpec
 
@@ -59,17 +58,9 @@ class Topology:
             receives: bytes of each tensor that a chunk is given by the stage before it.
             sends: bytes of each tensor that a chunk hands to the stage after it.
             depth: microbatches for which a receiver has room.
-
-        Raises:
-            ConfigError: this rank is its own neighbour and sends what it would not receive.
         """
         specs: list[ChannelSpec] = []
         own = self.ranks[self.rank]
-        if self.num_ranks == 1 and self.num_chunks > 1 and tuple(receives) != tuple(sends):
-            raise ConfigError(
-                f"rank {own} is its own neighbour: its chunks send tensors of {tuple(sends)} bytes "
-                f"and would receive {tuple(receives)} (adjust_tensor_shapes_fn)"
-            )
         for stage in range(self.num_stages - 1):
             here, there = self._at(stage), self._at(stage + 1)
             tensors = sends if here[0] == own else receives

@@ -4,7 +4,7 @@ A policy is a function of a read-only :class:`~megatron.dpp.schedule.state.View`
 the view's actions (``view.forward(c)``, ``view.backward(c)``, ``view.weight()``), or None to wait
 for the next arrival. The view keeps the order within a chunk, the memory cap and the safe rule, so
 no policy can break them. To add one, write it here and enter it in :data:`BUILT_IN`
-(``docs/policies.md``).
+and, by its name, in ``config.POLICIES`` (``docs/policies.md``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from megatron.dpp.config import POLICIES
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import times_p
@@ -99,7 +100,7 @@ def auto(view: View) -> Action | None:
 
 
 def chosen_policy(name: str, num_ranks: int, num_chunks: int = 1, least: float = 1.0) -> str:
-    """The policy that ``name`` runs: another one for ``auto`` alone (docs/decisions/0024).
+    """The policy that ``name`` runs: another one for ``auto`` alone (docs/decisions/schedule.md).
 
     Args:
         num_ranks, num_chunks: of the pipeline.
@@ -113,14 +114,7 @@ def chosen_policy(name: str, num_ranks: int, num_chunks: int = 1, least: float =
 
 
 BUILT_IN: Mapping[str, Policy] = MappingProxyType(
-    {
-        "auto": auto,
-        "dynamic": dynamic,
-        "depth-first": depth_first,
-        "breadth-first": breadth_first,
-        "megatron": megatron,
-        "eager": eager,
-    }
+    dict(zip(POLICIES, (auto, dynamic, depth_first, breadth_first, megatron, eager), strict=True))
 )
 """The values of ``DppConfig.policy``, beside a user's own ``module:function``."""
 
@@ -138,11 +132,8 @@ def find_policy(name: str) -> Policy:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module_name, colon, attribute = name.partition(":")
+    module_name, _, attribute = name.partition(":")
     given = setting("policy", name)
-    if not colon:
-        known = ", ".join(BUILT_IN)
-        raise ConfigError(f"{given}: expected one of {known} or your own as module:function", given)
     try:
         policy = getattr(importlib.import_module(module_name), attribute)
         if isinstance(policy, type):

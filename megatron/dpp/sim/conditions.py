@@ -33,11 +33,6 @@ def uniform(shape: Shape, hop: float = _HOP) -> Costs:
     return even_costs(shape.num_stages, shape.num_microbatches, times=times, hop=hop * chunk)
 
 
-def quiet(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
-    """No change."""
-    return costs
-
-
 def jitter(sigma: float) -> Change:
     """Scales every task by a lognormal factor of mean 1."""
     return _scaling(lambda shape, rng: lambda *_: _lognormal(rng, sigma))
@@ -98,7 +93,7 @@ def transient_one(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
     return dataclasses.replace(costs, slow_times=slow)
 
 
-def transient_all(factor: float = 2.0, share: float = 0.2) -> Change:
+def transient_all(factor: float, share: float) -> Change:
     """Makes every rank, independently, ``factor`` times slower for about ``share`` of the time."""
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
@@ -167,14 +162,6 @@ def rank_forward(costs: Costs, shape: Shape) -> float:
     return total / (shape.num_ranks * shape.num_microbatches)
 
 
-def _rng(name: str, shape: Shape, seed: int) -> random.Random:
-    """Independent draws for each cell of a table; otherwise every shape would get the same slow
-    rank.
-    """
-    p, v, m = shape.num_ranks, shape.num_chunks, shape.num_microbatches
-    return random.Random(f"{name} {p} {v} {m} {seed}")
-
-
 def _scaling(factors: Callable[[Shape, random.Random], Factor]) -> Change:
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
         factor = factors(shape, rng)
@@ -204,7 +191,7 @@ def _lognormal(rng: random.Random, sigma: float) -> float:
 
 CONDITIONS: Mapping[str, Change] = MappingProxyType(
     {
-        "unif": quiet,
+        "unif": chain(),
         "com10": lambda costs, shape, rng: uniform(shape, hop=0.1),
         "jit.1": jitter(0.1),
         "jit.3": jitter(0.3),
@@ -212,7 +199,7 @@ CONDITIONS: Mapping[str, Change] = MappingProxyType(
         "str1.5": slow_rank(1.5),
         "str2": slow_rank(2.0),
         "tr1": transient_one,
-        "trN": transient_all(),
+        "trN": transient_all(2.0, 0.2),
         "lnk1": slow_link(chunk_forwards=1.0),
         "lnk2": slow_link(chunk_forwards=2.0),
         "lnkR": slow_link(chunk_forwards=1.0, random_each=True),
@@ -225,4 +212,6 @@ CONDITIONS: Mapping[str, Change] = MappingProxyType(
 
 def condition_costs(name: str, shape: Shape, seed: int) -> Costs:
     """Costs of ``shape`` under the condition ``name``."""
-    return CONDITIONS[name](uniform(shape), shape, _rng(name, shape, seed))
+    p, v, m = shape.num_ranks, shape.num_chunks, shape.num_microbatches
+    rng = random.Random(f"{name} {p} {v} {m} {seed}")  # else each shape had the same slow rank
+    return CONDITIONS[name](uniform(shape), shape, rng)

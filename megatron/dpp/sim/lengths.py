@@ -1,7 +1,7 @@
 """Microbatches of unlike length: drawn sequence lengths, and the costs that follow from them.
 
-A task takes ``a + b * tokens + c * sum(length ** 2)``: causal attention grows with the square of
-each sequence, the rest of a layer with the tokens.
+A task takes ``tokens + c * sum(length ** 2)``: causal attention grows with the square of each
+sequence, the rest of a layer with the tokens.
 """
 
 from __future__ import annotations
@@ -69,21 +69,15 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class LengthCosts:
-    """Seconds (or any unit) of a stage's F, B and W over the lengths of a microbatch's sequences.
-
-    Args:
-        fixed: of any task.
-        per_token: per kind.
-        per_square: per kind, of the sum of the squared lengths.
+    """Time of a stage's F, B and W over the lengths of a microbatch's sequences, in units of a
+    token's share without attention. ``per_square`` is per kind, of the sum of the squared lengths.
     """
 
-    fixed: float = 0.0
-    per_token: tuple[float, float, float] = (1.0, 1.0, 1.0)
     per_square: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @classmethod
     def transformer(cls, hidden: int = 4096) -> LengthCosts:
-        """Of a transformer layer with causal attention, in units of a token's share without it."""
+        """Of a transformer layer with causal attention."""
         square = hidden / (12 * hidden * hidden)  # heads' queries, over the weights of a layer
         return cls(per_square=(square, 2.5 * square, 0.0))
 
@@ -95,7 +89,7 @@ class LengthCosts:
         """Time of one task for so many tokens, of which each pair of a query and its keys counts
         twice in ``squares``: ``end ** 2 - begin ** 2`` for a slice of a sequence.
         """
-        return self.fixed + self.per_token[kind] * tokens + self.per_square[kind] * squares
+        return tokens + self.per_square[kind] * squares
 
     def total(self, lengths: Sequence[int]) -> float:
         """Time of a microbatch's F, B and W."""

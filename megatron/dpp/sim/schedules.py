@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
     DIRECTION_OF,
     Action,
@@ -248,12 +247,7 @@ def run_static(
 
     Args:
         group: microbatch group size of ``interleaved``; ``None`` is the number of ranks.
-
-    Raises:
-        ConfigError: an unknown name.
     """
-    if name not in STATIC:
-        raise ConfigError(f"schedule {name}: expected one of {', '.join(STATIC)}")
     config = ScheduleConfig(policy="megatron", cap="megatron", split_backward=False, group=group)
     if name == "interleaved":
         return config.run(shape, costs)
@@ -262,7 +256,7 @@ def run_static(
         shape = dataclasses.replace(shape, num_chunks=1)
     if name == "1f1b":
         return config.run(shape, costs)
-    split, order = (True, zb_h1_order) if name == "zb-h1" else (False, gpipe_order)
+    split, order = {"zb-h1": (True, zb_h1_order), "gpipe": (False, gpipe_order)}[name]
     p, m = shape.num_ranks, shape.num_microbatches
     geometries = [Geometry(p, rank, 1, m) for rank in range(p)]
     kept = 1.0 - beta if split else 0.0

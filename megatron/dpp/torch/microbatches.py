@@ -58,7 +58,8 @@ class Microbatches:
             found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise ConfigError(f"lists of microbatches need one same number of items: {found}")
         number = next(iter(lengths.values()), number)
-        specs = [*(args_spec or [None] * len(args)), *map((kwargs_spec or {}).get, kwargs)]
+        placed = args_spec if args and args_spec else [None] * len(args)
+        specs = [*placed, *map((kwargs_spec or {}).get, kwargs)]
         columns = [
             _cut(name, value, spec, number)
             for (name, value), spec in zip(named.items(), specs, strict=True)

@@ -151,8 +151,7 @@ class DynamicSchedule(PipelineScheduleMulti):
         self.iteration += 1
         for stage in self._stages:
             stage.has_backward = trains
-        last = self._stages[-1].is_last
-        if last and trains and given.targets is None:
+        if self._stages[-1].is_last and trains and given.targets is None:
             raise ConfigError("target: the rank of the last stage has to be given one")
         session = self.session
         sizes = session.begin(given, self._n_microbatches, iteration, trains=trains)

@@ -56,8 +56,7 @@ class Session:
         self.device = torch.device(first.device)
         self.injector = injector_of(config, self.topology, torch.initial_seed())
         follow = dist.get_rank() not in self._members[:1] and bool(self._members)
-        replica = replica_of(ranks)[0]
-        self.decisions = Decisions(config, log, replica, decides=not follow)
+        self.decisions = Decisions(config, log, replica_of(ranks)[0], decides=not follow)
         on_gpu = self.device.type == "cuda"
         self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else TaskTimer()
         self.links: Links | None = None
@@ -65,10 +64,7 @@ class Session:
         self.longest = 0
         """Size of the longest microbatch so far, or of the longest that the configuration names."""
         self._room = 0
-        store = dist.distributed_c10d._get_default_store()
-        key = f"dpp/torch/{','.join(map(str, ranks))}"
-        number = store.add(f"{key}/{self.topology.rank}", 1)
-        self._probe = Probe(stages, store, f"{key}#{number}", config.timeout)
+        self._probe = Probe(stages, ranks, config.timeout)
 
     def begin(self, given: Microbatches, number: int, iteration: int, *, trains: bool) -> list[int]:
         """Agree on the sizes of a step's microbatches, and open links that have room for them.
@@ -108,8 +104,8 @@ class Session:
         if self.links is None:
             self.shapes = self._probe.run(given, sizes.index(max(sizes)), max(sizes))
             self._probe.tell(f"ready {self.topology.rank}", True)
-            for place, rank in enumerate(self.topology.ranks):  # one that failed opens no links
-                self._probe.told(f"ready {place}", f"rank {rank}")
+            for place in range(self.topology.num_ranks):  # one that failed opens no links
+                self._probe.told(f"ready {place}", place)
         if room > self._room:
             self._open(room)
         return sizes
@@ -120,7 +116,7 @@ class Session:
         if links is None:
             if self.topology.rank == 0:
                 self._probe.tell("sizes", numbers)
-            return list(self._probe.told("sizes", f"rank {self.topology.ranks[0]}"))
+            return list(self._probe.told("sizes", 0))
         on_gpu = self.device.type == "cuda"  # where nothing waits for what is queued
         aside: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(aside):
@@ -147,9 +143,6 @@ class Session:
             device=self.device,
         )
         self._room = room
-        for link in self.links.transport.links():
-            ends = f"rank {dist.get_rank()} -> {link.peer}"
-            self._log(f"dynamic pipeline: {ends}: {link.kind} ({link.reason})")
 
     def _put(self, links: Links, numbers: list[int], iteration: int) -> None:
         channel = links.outgoing(Direction.FORWARD, 0)

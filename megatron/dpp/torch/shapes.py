@@ -7,14 +7,16 @@ store, once per schedule: later microbatches of other lengths need bytes in prop
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
@@ -90,14 +92,22 @@ class Shapes(NamedTuple):
 class Probe:
     """Learns a pipeline's shapes, together with the same call on its other ranks. They meet under a
     key of the job's store, and wait for ``timeout`` seconds for each other.
+
+    Args:
+        ranks: of the pipeline, in its order.
     """
 
     def __init__(
-        self, stages: Sequence[PipelineStage], store: Store, key: str, timeout: float
+        self, stages: Sequence[PipelineStage], ranks: Sequence[int], timeout: float
     ) -> None:
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._num_stages = stages[0].num_stages
-        self._store, self._key, self._timeout = store, key, timeout
+        self._num_stages, self._ranks, self._timeout = stages[0].num_stages, ranks, timeout
+        self._store = dist.distributed_c10d._get_default_store()
+        key = f"dpp/torch/{','.join(map(str, ranks))}"
+        self._key = f"{key}#{self._store.add(f'{key}/{dist.get_rank()}', 1)}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        self._host = boot, os.stat("/proc/self/ns/pid").st_ino
+        self.tell(f"process of {dist.get_rank()}", (self._host, os.getpid()))
 
     def tell(self, name: str, value: Any) -> None:
         """Tell all ranks something."""
@@ -109,27 +119,44 @@ class Probe:
             text = f"rank {dist.get_rank()} gave up: {type(error).__name__}: {one_line(error, 200)}"
             self._store.compare_set(f"{self._key}/failed", "", to_json(text))  # the first one stays
 
-    def told(self, name: str, whose: str) -> Any:
-        """Wait for what a rank tells.
+    def told(self, name: str, place: int) -> Any:
+        """Wait for what the rank at this place of the pipeline tells.
 
         Raises:
-            PeerDead: a rank failed, or this one does not tell in time.
+            PeerDead: a rank failed, or this one died or does not tell in time.
         """
-        key, failed = f"{self._key}/{name}", f"{self._key}/failed"
+        key, failed, rank = f"{self._key}/{name}", f"{self._key}/failed", self._ranks[place]
         deadline = time.monotonic() + self._timeout
-        while not self._store.check([key]):
+        while True:
+            dead = self._dead(rank)  # before the looks at what it told
+            if self._store.check([key]):
+                return pickle.loads(self._store.get(key))
             if self._store.check([failed]):
                 reason = from_json(self._store.get(failed).decode())
                 raise PeerDead(reason, reason)
+            if dead:
+                raise PeerDead(
+                    f"rank {dist.get_rank()}: rank {rank} ({dead}) died before its first step"
+                )
             if time.monotonic() > deadline:
                 timeout = setting("timeout")
                 raise PeerDead(
-                    f"{whose} has told nothing of its shapes for {self._timeout:g} s: it died, or "
-                    f"is slower than {timeout} allows",
+                    f"rank {rank} has told nothing of its shapes for {self._timeout:g} s: it died, "
+                    f"or is slower than {timeout} allows",
                     timeout,
                 )
             time.sleep(_NAP_SECONDS)
-        return pickle.loads(self._store.get(key))
+
+    def _dead(self, rank: int) -> str:
+        """The process of a rank of this host that has ended; else empty."""
+        key = f"{self._key}/process of {rank}"
+        host, pid = pickle.loads(self._store.get(key)) if self._store.check([key]) else (None, 0)
+        try:
+            if host != self._host or psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return ""
+        except psutil.NoSuchProcess:
+            pass
+        return f"pid {pid}"
 
     def run(self, microbatches: Microbatches, number: int, size: int) -> Shapes:
         """The shapes of a microbatch.
@@ -142,7 +169,7 @@ class Probe:
         for index in range(self._num_stages - 1):
             if stage := self._stages.get(index):
                 self.tell(str(index), self._measure(stage, microbatches, number, boundaries))
-            boundaries.append(self.told(str(index), f"stage {index}"))
+            boundaries.append(self.told(str(index), index % len(self._ranks)))
         return Shapes(size, tuple(boundaries))
 
     def _measure(
@@ -152,9 +179,7 @@ class Probe:
         number: int,
         before: Sequence[Boundary],
     ) -> Boundary:
-        args: Sequence[Any] = microbatches.arguments(number)
-        if before:
-            args = before[-1].zeros(stage.device)
+        args = before[-1].zeros(stage.device) if before else microbatches.arguments(number)
         devices = [stage.device] if stage.device.type != "cpu" else []
         with (
             torch.random.fork_rng(devices, device_type=stage.device.type if devices else "cuda"),

@@ -132,8 +132,7 @@ class StageRunner:
     def _check(self, stage: PipelineStage, outputs: list[torch.Tensor]) -> None:
         """Refuse what the next stage does not expect."""
         behind, found = self.shapes.boundaries[stage.stage_index], Boundary.of(outputs)
-        stale = self.trains and found.grads != behind.grads
-        if found.dtypes != behind.dtypes or stale:
+        if found.dtypes != behind.dtypes or (self.trains and found.grads != behind.grads):
             raise ConfigError(
                 f"stage {stage.stage_index} returned {found}, and {behind} in the first step: make "
                 "a new schedule after a change of the model"

@@ -47,34 +47,34 @@ class EventKind(_Word):
 
 
 class IdleCause(_Word):
-    """Cause of idle time. All but ``DRAIN`` are recorded; the analysis adds that one."""
+    """Cause of idle time. All but ``DRAIN`` are recorded, which the analysis adds.
 
-    WARM_UP = "warm-up"
-    DRAIN = "drain"
-    MESSAGE = "message"
-    MEMORY_CAP = "memory-cap"
-    LATE_MEMBER = "late-member"
-    LATE_LEADER = "late-leader"
-    LOOKAHEAD = "lookahead"
-    HOST = "host"
-    SEND = "send"
+    Attributes:
+        label: its name in a legend.
+        meaning: its words in a sentence.
+    """
 
+    label: str
+    meaning: str
 
-CAUSES: dict[str, tuple[str, str]] = {
-    IdleCause.WARM_UP: ("warm-up", "filling the pipeline at the start"),
-    IdleCause.DRAIN: ("drain", "draining it at the end"),
-    IdleCause.MESSAGE: ("waits for a message", "waiting for a message from a neighbour"),
-    IdleCause.MEMORY_CAP: ("waits for memory", "held back by the activation cap"),
-    IdleCause.LATE_MEMBER: (
+    def __new__(cls, value: str, label: str, meaning: str) -> IdleCause:
+        made = str.__new__(cls, value)
+        made._value_, made.label, made.meaning = value, label, meaning
+        return made
+
+    WARM_UP = "warm-up", "warm-up", "filling the pipeline at the start"
+    DRAIN = "drain", "drain", "draining it at the end"
+    MESSAGE = "message", "waits for a message", "waiting for a message from a neighbour"
+    MEMORY_CAP = "memory-cap", "waits for memory", "held back by the activation cap"
+    LATE_MEMBER = (
+        "late-member",
         "waits for another rank's message",
         "waiting for a message that another rank of the stage lacks",
-    ),
-    IdleCause.LATE_LEADER: ("waits for its leader", "waiting for the stage's leader to decide"),
-    IdleCause.LOOKAHEAD: ("waits for the device", "waiting for the device to catch up"),
-    IdleCause.HOST: ("host", "the host: launching, deciding, Python"),
-    IdleCause.SEND: ("waits for the receiver", "waiting for a receiver"),
-}
-"""Cause of idle time -> its name in a legend, and its meaning in a sentence."""
+    )
+    LATE_LEADER = "late-leader", "waits for its leader", "waiting for the stage's leader to decide"
+    LOOKAHEAD = "lookahead", "waits for the device", "waiting for the device to catch up"
+    HOST = "host", "host", "the host: launching, deciding, Python"
+    SEND = "send", "waits for the receiver", "waiting for a receiver"
 
 
 AXES = ("data", "pipeline", "tensor", "context")

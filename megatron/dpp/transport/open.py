@@ -87,7 +87,10 @@ def open_transport(
     """
     for spec in channels:
         if rank not in (spec.source, spec.destination) or spec.source == spec.destination:
-            raise ConfigError(f"rank {rank} shares the channel {spec} with no other rank")
+            raise ConfigError(
+                f"rank {rank} shares the channel {spec} with no other rank: a pipeline of one rank "
+                "has one chunk"
+            )
     if fault := number_fault(board_counters, 0, _MOST_COUNTERS):
         raise ConfigError(f"board_counters {fault}")
     request = Request(

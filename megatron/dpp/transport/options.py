@@ -35,7 +35,7 @@ def _check(options: Any, named: Callable[[str], str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class RdmaOptions:
     """Settings of RDMA ports and queue pairs. Each is a variable ``DPP_RDMA_NAME`` of the
-    environment, which a node may set for its own cards; ``docs/transport.md`` says what they do.
+    environment, which a node may set for its own cards; ``docs/flags.md`` says what they do.
 
     Raises:
         ConfigError: a value is out of its range.

@@ -1,8 +1,7 @@
 """Rates and memory of the devices that a run has or is planned for. Needs no PyTorch.
 
-GPUs are listed through ``nvidia-smi``. "H200 runs" are those of docs/benchmarks/scaling-h200.md
-("Times") and schedule-h200.md; the tests in ``tests/cost/test_measured.py`` hold the model to them.
-A new GPU is one row of :data:`GPUS`.
+GPUs are listed through ``nvidia-smi``. A new GPU is one row of :data:`GPUS`. "H200 runs" are those
+of ``tests/cost/test_measured.py``, which hold the model to them.
 """
 
 from __future__ import annotations
@@ -70,15 +69,15 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "GB200": Gpu(1.8e15, 8e12, 7.2e11, 184),
-    "B200": Gpu(1.6e15, 8e12, 7.2e11, 179),
-    "H200": Gpu(7.1e14, 4.8e12, 3.6e11, 140),
-    "H100": Gpu(7.1e14, 3.3e12, 3.6e11, 80),
-    "H800": Gpu(7.1e14, 3.3e12, 1.6e11, 80),
-    "H20": Gpu(1.1e14, 4.0e12, 3.6e11, 95),
-    "A800": Gpu(2.2e14, 2.0e12, 1.6e11, 80),
-    "A100": Gpu(2.2e14, 2.0e12, 2.4e11, 80),
-    "MI300X": Gpu(9.4e14, 5.3e12, 3.5e11, 192),
+    "GB200": Gpu(1.8e15, 8e12, 6.8e11, 184),
+    "B200": Gpu(1.6e15, 8e12, 6.8e11, 179),
+    "H200": Gpu(7.1e14, 4.8e12, 3.4e11, 140),
+    "H100": Gpu(7.1e14, 3.3e12, 3.4e11, 80),
+    "H800": Gpu(7.1e14, 3.3e12, 1.5e11, 80),
+    "H20": Gpu(1.1e14, 4.0e12, 3.4e11, 95),
+    "A800": Gpu(2.2e14, 2.0e12, 1.5e11, 80),
+    "A100": Gpu(2.2e14, 2.0e12, 2.3e11, 80),
+    "MI300X": Gpu(9.4e14, 5.3e12, 3.3e11, 192),
     "L40S": Gpu(2.6e14, 8.6e11, 2e10, 45),
     "L40": Gpu(1.3e14, 8.6e11, 2e10, 45),
     "A6000": Gpu(1.1e14, 7.7e11, 2e10, 48),
@@ -86,11 +85,11 @@ GPUS = {
     "RTX 5090": Gpu(1.5e14, 1.8e12, 2e10, 31),
     "RTX 4090": Gpu(1.2e14, 1.0e12, 2e10, 24),
     "RTX 3090": Gpu(5.1e13, 9.4e11, 2e10, 24),
-    "V100": Gpu(9e13, 9e11, 1.2e11, 32),
-    "T4": Gpu(4.7e13, 3.2e11, 1.2e10, 15),
+    "V100": Gpu(9e13, 9e11, 1.1e11, 32),
+    "T4": Gpu(4.7e13, 3.2e11, 1.1e10, 15),
 }
 """FLOP/s: 72 % of the dense 16-bit peak that accumulates in fp32 (data sheets and whitepapers; of
-the GB200 half a pair), as H200 runs reach. Links: data sheets at 80 %. H200 and H100 alone have
+the GB200 half a pair), as H200 runs reach. Links: data sheets at 76 %. H200 and H100 alone have
 been measured here.
 """
 _BEFORE_BF16 = ("P100", "V100", "T4", "TITAN", "GTX", "GeForce RTX 20", "Quadro RTX")
@@ -143,10 +142,7 @@ def named_devices(name: str, number: int, *, per_node: int | None = None) -> Dev
     Raises:
         ConfigError: a name that is not in the table.
     """
-    plain = re.sub(r"^(NVIDIA|AMD)?(GEFORCE)?", "", re.sub(r"[ _-]", "", name.upper()))
-    names = {gpu.replace(" ", ""): gpu for gpu in GPUS}
-    spellings = (plain, f"RTX{plain}", plain.removeprefix("RTX"))
-    known = next((names[word] for word in spellings if word in names), None) or _known(name)
+    known = _known(name)
     if known is None:
         raise ConfigError(f"--gpu {name}: expected one of {', '.join(GPUS)}")
     device = gpu_device(known, GPUS[known].memory_gib * 2**30)
@@ -169,7 +165,10 @@ def gpu_device(name: str, memory_bytes: float) -> Device:
 
 
 def _known(name: str) -> str | None:
-    return next((gpu for gpu in GPUS if re.search(rf"{gpu}(?![\dG])", name)), None)
+    """The GPU of the table whose name is in another, in any spelling."""
+    plain = re.sub("[ _-]+", " ", name).upper()
+    words = ((gpu, gpu.removeprefix("RTX ")) for gpu in GPUS)
+    return next((gpu for gpu, word in words if re.search(rf"{word}(?![\dG])", plain)), None)
 
 
 def cpu_device(processes: int = 1) -> Device:

@@ -276,7 +276,9 @@ def _layers(given: Given, pipeline: int) -> tuple[int, ...]:
     ranks = [fixed.get(rank, rest // inner) for rank in range(pipeline)]
     chunks = given.number("num_virtual_stages_per_pipeline_rank", 1)
     if given.on("num_layers_per_virtual_pipeline_stage"):
-        chunks = max(ranks) // given.number("num_layers_per_virtual_pipeline_stage")
+        each = given.number("num_layers_per_virtual_pipeline_stage")
+        _divides(f"--num-layers-per-virtual-pipeline-stage {each}", each, max(ranks), "layers")
+        chunks = max(ranks) // each
     for each in ranks:
         _divides(f"--num-virtual-stages-per-pipeline-rank {chunks}", chunks, each, "layers")
     counts = [ranks[stage % pipeline] // chunks for stage in range(pipeline * chunks)]

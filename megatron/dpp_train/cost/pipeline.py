@@ -17,7 +17,6 @@ from megatron.dpp.schedule import BUILT_IN, HOLDS_ALL, Kind, LastRank, Memory
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.result import Result
 from megatron.dpp.sim.schedules import ScheduleConfig
-from megatron.dpp_train.cost import constants
 from megatron.dpp_train.cost.device import Device
 from megatron.dpp_train.cost.memory import deferred_bytes, head_bytes, layer_bytes
 from megatron.dpp_train.cost.shape import RunShape
@@ -26,6 +25,9 @@ from megatron.dpp_train.cost.times import Parts, part_times
 _SIMULATED = (6, 3)
 """Microbatches that are simulated, and as many more for each rank: they fill the pipeline, reach
 the steady state and drain it. A policy that holds all microbatches is simulated with all."""
+_GRAPH_LAYERS = 1.07
+"""Memory of an activation's graphs beside the chunk: temporaries, inputs and outputs, in
+activations of a layer. Fitted to chunks of 2, 4 and 6 layers."""
 
 
 class Prediction(NamedTuple):
@@ -120,7 +122,7 @@ def _memory(run: RunShape, rank: int, *, graphs: bool) -> Memory:
 def _slot_bytes(run: RunShape, rank: int) -> float:
     """Bytes of a slot: room for the rank's largest chunk and what graphs need beside it."""
     layers = run.layers[rank :: run.pipeline]
-    return (max(layers) + constants.GRAPH_LAYERS) * layer_bytes(run) if any(layers) else 0.0
+    return (max(layers) + _GRAPH_LAYERS) * layer_bytes(run) if any(layers) else 0.0
 
 
 def _held_bytes(run: RunShape, result: Result, *, graphs: bool) -> list[float]:

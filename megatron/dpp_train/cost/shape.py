@@ -79,12 +79,6 @@ class Model:
         """The mean over all layers of what those with experts and those with an MLP have."""
         return self.expert_share * of_experts + (1 - self.expert_share) * of_mlp
 
-    @property
-    def core_products(self) -> int:
-        """Multiply-adds per token of attention's core under a causal mask; without a mask there are
-        twice as many."""
-        return self.seq_length * self.queries
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:

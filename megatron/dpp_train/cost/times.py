@@ -2,7 +2,8 @@
 
 On a GPU the host queues kernels. Small layers run faster than the host launches them; then the host
 sets the pace, unless CUDA graphs are replayed, and the device catches up during large products such
-as the head's.
+as the head's. Constants are fitted to runs on H200s (``tests/cost/test_measured.py``); those of
+devices are in ``device.py``.
 """
 
 from __future__ import annotations
@@ -12,13 +13,36 @@ from typing import NamedTuple
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.schedule import Kind
-from megatron.dpp_train.cost import constants
 from megatron.dpp_train.cost.device import Device
 from megatron.dpp_train.cost.memory import layer_bytes, layer_parameters
 from megatron.dpp_train.cost.shape import RunShape
 
 Times = tuple[float, float, float]
 """Seconds of ``F``, ``B`` and ``W`` for one microbatch."""
+
+_ATTENTION_SLOWDOWN = {False: (1.5, 2.0), True: (1.15, 1.6)}
+"""Forward and backward of attention's core, over the time of matrix products with as many
+operations: of local layers, and of Transformer Engine's (on an H100)."""
+_ADDED_GRADIENT_BYTES = 12
+"""Bytes of memory traffic of W per weight without ``--gradient-accumulation-fusion``: its product
+is written in 16 bit, and added in fp32."""
+_BETWEEN_PRODUCTS = (4.2, 7.4)
+"""Passes of a layer's forward and backward over the bytes that it keeps: norms, biases, activation
+functions and residual additions are kernels of their own."""
+_LOSS_BYTES = {False: (62, 14), True: (36, 16)}
+"""Bytes of memory traffic per logit in the loss's forward and backward, without and with
+``--cross-entropy-loss-fusion``."""
+_LOOKUP_BYTES = (26, 44)
+"""Bytes of memory traffic of the embedding's backward, per weight of the table and per byte looked
+up."""
+_ENGINE_LAUNCH = 1.3
+"""Launching a layer of Transformer Engine, in launches of a local one's."""
+_COLLECTIVE_LAUNCH = 0.2
+"""Launching one tensor-parallel collective, in launches of a layer's forward."""
+_WEIGHTS_LAUNCH = 0.5
+"""Launching a layer's deferred weight gradients, likewise. In a fused backward it costs nothing."""
+_FSDP_LAUNCH = {"gradients": 0.97, "parameters": 1.25}
+"""Launching what FSDP2 adds to a layer's pass (gathers, copies, hooks), likewise."""
 
 
 class Parts(NamedTuple):
@@ -83,7 +107,7 @@ def _seconds(
     if ranks == 1:
         return 0.0
     link = device.group_link(ranks, shape.on_a_node(ranks, stride))
-    return steps * device.collective + num_bytes / (constants.LINK_SHARE * link)
+    return steps * device.collective + num_bytes / link
 
 
 def collective_seconds(shape: RunShape, device: Device) -> float:
@@ -113,16 +137,14 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
     linear = 2 * model.layer_weights * shape.tokens / shape.tensor / device.flops
     core, core_backward = _core_seconds(shape, device)
     kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
-    before, after = (
-        passes * (kept / device.bytes_per_second) for passes in constants.BETWEEN_PRODUCTS
-    )
+    before, after = (passes * (kept / device.bytes_per_second) for passes in _BETWEEN_PRODUCTS)
     dispatch = _dispatch_seconds(shape, device)
     each, (sums, sums_backward) = collective_seconds(shape, device), _collectives(shape)
     forward = linear + core + sums * each + before + dispatch
     repeated = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
     weight = linear
     if shape.adds_gradients:
-        moved = constants.ADDED_GRADIENT_BYTES * layer_parameters(shape)
+        moved = _ADDED_GRADIENT_BYTES * layer_parameters(shape)
         weight += moved / device.bytes_per_second
     around = sums_backward * each + dispatch
     return forward, linear + core_backward + around + after + repeated, weight
@@ -132,9 +154,10 @@ def _core_seconds(shape: RunShape, device: Device) -> tuple[float, float]:
     """Forward and backward of attention's core. Context-parallel ranks pass keys and values round a
     ring beside it, and in the backward their gradients too."""
     model = shape.model
-    scores = (2 if model.arch == "gpt" else 4) * model.core_products * shape.tokens
+    causal = 2 if model.arch == "gpt" else 4  # a causal mask halves the products
+    scores = causal * model.seq_length * model.queries * shape.tokens
     product = scores / shape.tensor / device.flops
-    slowdowns = constants.ATTENTION_SLOWDOWN[shape.engine]
+    slowdowns = _ATTENTION_SLOWDOWN[shape.engine]
     steps = shape.context - 1
     sent = steps * 2 * shape.tokens * model.keys / shape.tensor * shape.element_bytes
     ring = _seconds(shape, device, shape.context, shape.tensor, sent, steps)
@@ -153,14 +176,12 @@ def _head_seconds(shape: RunShape, device: Device) -> Times:
     """
     table, rate = _table(shape), device.bytes_per_second
     product = 2 * table * shape.tokens / device.flops
-    loss, loss_backward = constants.LOSS_BYTES[shape.model.fused_loss]
+    loss, loss_backward = _LOSS_BYTES[shape.model.fused_loss]
     forward = product + loss * shape.logits / rate
-    adding = constants.TABLE_BYTES * table / rate
-    backward = 2 * product + loss_backward * shape.logits / rate + adding
-    if shape.tensor > 1:
-        each, gathers = collective_seconds(shape, device), shape.sequence_parallel
-        forward += constants.LOSS_COLLECTIVES * device.collective + gathers * each
-        backward += (1 + gathers) * each
+    backward = 2 * product + loss_backward * shape.logits / rate
+    each, gathers = collective_seconds(shape, device), shape.sequence_parallel
+    forward += gathers * each
+    backward += (1 + gathers) * each
     if shape.head_in_forward:
         return forward + backward, 0.0, 0.0
     return forward, backward, 0.0
@@ -169,7 +190,7 @@ def _head_seconds(shape: RunShape, device: Device) -> Times:
 def _lookup_seconds(shape: RunShape, device: Device) -> Times:
     """The embedding. Its gradient is as large as the table, whatever was looked up."""
     looked_up = 2 * shape.element_bytes * shape.elements
-    of_table, of_lookup = constants.LOOKUP_BYTES
+    of_table, of_lookup = _LOOKUP_BYTES
     backward = of_table * _table(shape) + of_lookup * looked_up
     rate, each = device.bytes_per_second, collective_seconds(shape, device)
     return looked_up / rate + each, backward / rate + each * shape.sequence_parallel, 0.0
@@ -192,12 +213,12 @@ def _replays(shape: RunShape, device: Device, layer: Times, head: Times) -> bool
 
 def _launches(shape: RunShape, device: Device) -> Times:
     """Seconds in which the host launches a layer's F, B and W."""
-    around = constants.COLLECTIVE_LAUNCH * _collectives(shape)[0]
-    around += constants.FSDP_LAUNCH.get(shape.shard, 0.0)
-    alone = constants.ENGINE_LAUNCH if shape.engine else 1.0
+    around = _COLLECTIVE_LAUNCH * _collectives(shape)[0]
+    around += _FSDP_LAUNCH.get(shape.shard, 0.0)
+    alone = _ENGINE_LAUNCH if shape.engine else 1.0
     once = device.launch * (alone + around * device.queues)
     again = once if shape.recompute == "full" else 0.0
-    return once, once + again, device.launch * constants.WEIGHTS_LAUNCH * shape.split
+    return once, once + again, device.launch * _WEIGHTS_LAUNCH * shape.split
 
 
 def _paced(shape: RunShape, layer: Times, least: Times) -> Times:

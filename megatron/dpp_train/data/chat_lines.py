@@ -260,13 +260,11 @@ def _has_loss(holder: dict[str, Any], where: str) -> bool:
     return all(value for _, value in found)
 
 
-def _without_loss(message: Message) -> Message:
-    found = {name: value for name, value in message.items() if name not in LOSS}
+def _without_loss(holder: Message) -> Message:
+    """A message, or a part of one, without the fields of its loss."""
+    found = {name: value for name, value in holder.items() if name not in LOSS}
     if isinstance(found.get("content"), list):
-        found["content"] = [
-            {name: value for name, value in part.items() if name not in LOSS}
-            for part in found["content"]
-        ]
+        found["content"] = [_without_loss(part) for part in found["content"]]
     return found
 
 

@@ -104,8 +104,12 @@ class Child:
             raise error
         return answer
 
+    def kill(self) -> None:
+        """End the process, for whose answer another thread may wait."""
+        self._process.kill()
+
     def close(self) -> None:
-        """End the process. May be called twice."""
+        """End the process, and free what it took here. May be called twice."""
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -166,21 +170,23 @@ def in_order(
             places.put(child)
 
     window: deque[tuple[Name, Future[Any]]] = deque()
-    with ThreadPoolExecutor(workers) as threads:
-        try:
-            for name, request in requests:
-                if len(window) == _REQUESTS_PER_WORKER * workers:
-                    first, found = window.popleft()
+    try:
+        with ThreadPoolExecutor(workers) as threads:
+            try:
+                for name, request in requests:
+                    if len(window) == _REQUESTS_PER_WORKER * workers:
+                        first, found = window.popleft()
+                        yield first, found.result()
+                    window.append((name, threads.submit(answer, request)))
+                for first, found in window:
                     yield first, found.result()
-                window.append((name, threads.submit(answer, request)))
-            for first, found in window:
-                yield first, found.result()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for child in [*started]:
-                child.close()
-    for child in started:  # by a thread meanwhile
-        child.close()
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for child in [*started]:
+                    child.kill()
+    finally:
+        for child in started:
+            child.close()
 
 
 def _started(begin: Begin) -> Child:

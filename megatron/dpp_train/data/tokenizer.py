@@ -148,7 +148,7 @@ class _HuggingFace(Tokenizer):
                 answer = next(places, None)
             if answer is None:
                 break
-            marks[number] = int(max(start + 1, end) > answer[0])
+            marks[number] = int(end > answer[0])
         return list(found.input_ids), marks
 
 

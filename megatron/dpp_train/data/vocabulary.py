@@ -15,7 +15,7 @@ from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp_train.data.rows import open_rows
 from megatron.dpp_train.data.tokenizer import END_OF_TEXT, PIECES
-from megatron.dpp_train.text_files import read_json
+from megatron.dpp_train.text_files import read_object
 
 Flags = dict[str, Any]
 """Flags with their values."""
@@ -29,8 +29,9 @@ _PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HUB = Path("~/.cache/huggingface/hub")
 _MOST_TEXT = 1 << 30
 """Bytes of a corpus that a tokenizer is trained on; of a larger one it sees a part of the lines."""
-_SMALLEST = 257
-"""Tokens of a byte-level vocabulary without merges: each byte, and the end of a text."""
+_SMALLEST, _LARGEST = 257, 1 << 20
+"""Tokens of a byte-level vocabulary without merges (each byte, and the end of a text); training
+reserves memory for all that are asked for."""
 
 
 def tokenizer_flags(arch: str, choice: str, text: Path | None) -> Flags:
@@ -58,8 +59,8 @@ def tokenizer_flags(arch: str, choice: str, text: Path | None) -> Flags:
         if text is None:
             raise ConfigError(f"--tokenizer {choice}: needs --data with JSON lines to train on")
         require(
-            re.fullmatch(r"\d+", size) and int(size) >= _SMALLEST,
-            f"--tokenizer {choice}: expected train:N with N of at least {_SMALLEST}",
+            re.fullmatch(r"\d{3,7}", size) and _SMALLEST <= int(size) <= _LARGEST,
+            f"--tokenizer {choice}: expected train:N with N from {_SMALLEST} to {_LARGEST}",
         )
         return _trained(text, int(size))
     return _gpt2(text) if kind == "gpt2" else _own(Path(choice))
@@ -78,7 +79,7 @@ def _gpt2(text: Path | None) -> Flags:
     places = [*([text.absolute().parent] if text else []), Path.cwd(), *hub]
     for folder in places:
         found = _pair_in(folder)
-        if found and len(read_json(found["--vocab-file"])) == 50257:
+        if found and len(read_object(Path(found["--vocab-file"]))) == 50257:
             return found
     raise DataError(
         "--tokenizer gpt2: GPT-2's vocab.json and merges.txt (50,257 tokens) are in none of "

@@ -11,14 +11,12 @@ import math
 import pickle
 import re
 import resource
-import signal
-import threading
 import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -69,8 +67,8 @@ _NO_MODEL = re.compile(
     r"|.*\._extra_state"
 )
 """Starts of the names of tensors that are no parameters."""
-_SECONDS, _MEMORY_BYTES = 60.0, 1 << 32
-"""Bounds of one pickle: a damaged one may ask for a memo of 32 GiB."""
+_MEMORY_BYTES = 1 << 32
+"""By which reading a pickle may grow: a damaged one may ask for a memo of 32 GiB."""
 
 Read = Callable[[Entry], torch.Tensor]
 
@@ -236,26 +234,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 @contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Bound time and memory of the block; the time in the main thread alone, where Python handles
-    signals."""
+def _little_memory() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGALRM, _too_long) if in_main else None
     limit_memory(_MEMORY_BYTES)
     try:
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, _SECONDS)
         yield
     finally:
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _too_long(*_: object) -> NoReturn:
-    raise TimeoutError("it takes too much time")
 
 
 def _unpickled(content: bytes, where: object) -> Any:
@@ -265,22 +250,30 @@ def _unpickled(content: bytes, where: object) -> Any:
         DataError: it is broken.
     """
     try:
-        if content[:2] == b"PK":
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                inner = [n for n in archive.namelist() if n.endswith("/data.pkl")]
-                content = archive.read(inner[0])
-        with _bounded():
+        with _little_memory():
+            if content[:2] == b"PK":
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                    inner = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+                    content = archive.read(inner[0])
             return _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a broken file raises anything
         raise DataError(f"{where}: unreadable ({one_line(error, 200)})") from error
 
 
+class _Place(NamedTuple):
+    """The bytes of a tensor or an object in a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+
 class _Chunk(NamedTuple):
-    """A part of a tensor, and where its bytes are."""
+    """A part of a tensor."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    info: Any
+    place: _Place
 
 
 class Stored:
@@ -298,7 +291,8 @@ class Stored:
         self._chunks: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = defaultdict(list)
         try:
             metadata = _unpickled(read_bytes(file), file)
-            self.args: Any = self._read_common(self._read_index(metadata)).get("args")
+            found = self._read_common(self._read_index(metadata)).get("args")
+            self.args: Any = found if isinstance(found, _Anything) else None
         except OSError as error:
             raise DataError(f"{file}: {error.strerror}; the checkpoint is not whole") from error
         except DataError:
@@ -306,7 +300,7 @@ class Stored:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise DataError(f"{file}: damaged ({one_line(error, 200)})") from error
 
-    def _read_index(self, metadata: Any) -> Any:
+    def _read_index(self, metadata: Any) -> _Place | None:
         """Find the parts of all tensors; returns the place of the plain state, if it has one."""
         self._tensors = {
             key: each
@@ -318,25 +312,32 @@ class Stored:
             for key, each in self._tensors.items()
             for chunk in each.chunks
         }
+        for key, each in self._tensors.items():
+            if not isinstance(each.properties.state[0], torch.dtype):
+                raise TypeError(f"{key} has no type of PyTorch")
+            each.size = tuple(each.size)
         common = None
         for index, info in metadata.storage_data.items():
+            # in one of the checkpoint's own files
+            file = self._path / Path(info.relative_path).name
+            place = _Place(file, info.offset, info.length)
             if index.fqn in self._tensors:
-                chunk = _Chunk(index.offset, sizes[index.fqn, index.offset], info)
+                chunk = _Chunk(index.offset, sizes[index.fqn, index.offset], place)
                 for leading in range(min(3, len(chunk.offset))):
                     self._chunks[index.fqn, chunk.offset[:leading]].append(chunk)
             elif index.fqn == _COMMON_KEY:
-                common = info
+                common = place
         return common
 
-    def _read_common(self, info: Any) -> dict[str, Any]:
+    def _read_common(self, place: _Place | None) -> dict[str, Any]:
         """The plain state, from its own file or from the part of a file."""
         path = self._path / _COMMON
-        if info is None and not path.is_file():
+        if place is None and not path.is_file():
             return {}
-        if info is None:
+        if place is None:
             found = _unpickled(read_bytes(path), path)
         else:
-            found = _unpickled(self._bytes(info), self._path / info.relative_path)[0]
+            found = _unpickled(_bytes(place), place.file)[0]
         return found if isinstance(found, dict) else {}
 
     def dtype(self, entry: Entry) -> torch.dtype:
@@ -358,7 +359,7 @@ class Stored:
     def check(self, entry: Entry) -> None:
         """Refuse a checkpoint that lacks an entry, or has it in another shape."""
         key, place = self._find(entry)
-        shape = tuple(self._tensors[key].size)
+        shape = self._tensors[key].size
         wanted = (*entry.counts[len(entry.counts) - len(place) :], *entry.shape)
         fits = shape == wanted
         if entry.by_vocab:
@@ -388,7 +389,7 @@ class Stored:
         key, place = self._find(entry)
         chunks = self._chunks[key, place]  # along layers and experts each has one
         if len(chunks) == 1 and chunks[0].size[len(place) :] == entry.shape:
-            return self._load(chunks[0].info).reshape(entry.shape)
+            return _load(chunks[0].place).reshape(entry.shape)
         whole = torch.empty(entry.shape, dtype=self.dtype(entry))
         filled = 0
         for chunk in chunks:
@@ -400,29 +401,28 @@ class Stored:
             lengths = [each.stop - each.start for each in box]
             if min(lengths) > 0:
                 inside = tuple(slice(0, length) for length in lengths)
-                whole[box] = self._load(chunk.info).reshape(size)[inside]
+                whole[box] = _load(chunk.place).reshape(size)[inside]
                 filled += math.prod(lengths)
         if filled != whole.numel():
             raise DataError(f"{self._path}: {key} is not whole")
         return whole
 
-    def _load(self, info: Any) -> torch.Tensor:
-        try:
-            content = io.BytesIO(self._bytes(info))
-            tensor: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
-        except DataError:
-            raise
-        except Exception as error:  # a damaged file raises anything
-            where = self._path / info.relative_path
-            raise DataError(f"{where}: unreadable ({one_line(error, 200)})") from error
-        return tensor
 
-    def _bytes(self, info: Any) -> bytes:
-        """The bytes of one tensor or object, in one of the checkpoint's own files."""
-        path = self._path / Path(info.relative_path).name
-        try:
-            with open_to_read(path) as file:
-                file.seek(info.offset)
-                return file.read(info.length)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
+def _load(place: _Place) -> torch.Tensor:
+    try:
+        content = io.BytesIO(_bytes(place))
+        tensor: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+    except DataError:
+        raise
+    except Exception as error:  # a damaged file raises anything
+        raise DataError(f"{place.file}: unreadable ({one_line(error, 200)})") from error
+    return tensor
+
+
+def _bytes(place: _Place) -> bytes:
+    try:
+        with open_to_read(place.file) as file:
+            file.seek(place.offset)
+            return file.read(place.length)
+    except OSError as error:
+        raise DataError(f"{place.file}: {error.strerror}; the checkpoint is not whole") from error

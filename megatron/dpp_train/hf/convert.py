@@ -44,16 +44,12 @@ Progress = Callable[[int], None]
 """Called with the bytes of each tensor that is written."""
 
 
-def _silent(_: int) -> None:
-    pass
-
-
 def to_megatron(
     source: str | Path,
     target: str | Path,
     *,
     dtype: str | None = None,
-    progress: Progress = _silent,
+    progress: Progress = lambda _: None,
 ) -> HfConfig:
     """Convert the Hugging Face model in a folder to a checkpoint, which must not exist.
 
@@ -99,7 +95,7 @@ def to_hf(
     step: int | None = None,
     dtype: str | None = None,
     shard_bytes: int = 5 * 10**9,
-    progress: Progress = _silent,
+    progress: Progress = lambda _: None,
 ) -> HfConfig:
     """Write the model of a checkpoint, or of the last one in a directory, as a Hugging Face model.
 

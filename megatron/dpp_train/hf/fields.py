@@ -21,7 +21,6 @@ from megatron.dpp_train.hf.forms import FLAG, NAMES, Forms
 from megatron.dpp_train.text_files import read_json
 
 CONFIG = "config.json"
-_MOST_CONFIG_BYTES = 1 << 24
 _MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000}
 _MOST_OF_ALL, _MOST_EXPERTS = 1 << 31, 1 << 17
 """Sizes, and experts of all layers, from which on a ``config.json`` is taken for a damaged one."""
@@ -94,7 +93,7 @@ def read_config(folder: str | Path) -> HfConfig:
         DataError: there is none, or a model of this kind cannot be trained here.
     """
     path = Path(folder) / CONFIG
-    content = read_json(inside(Path(folder), CONFIG), most=_MOST_CONFIG_BYTES)
+    content = read_json(inside(Path(folder), CONFIG))
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
     return parse_config(content, str(path))

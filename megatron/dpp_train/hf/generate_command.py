@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, one_line, require
-from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp_train.data.tokenizer import of_transformers
 from megatron.dpp_train.hf.fields import CONFIG
 from megatron.dpp_train.hf.folder import TOKENIZER
@@ -44,11 +43,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from N tokens")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from this part")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
-    group.add_argument("--output", type=Path, metavar="FILE", help="JSON lines in place of stdout")
     group = parser.add_argument_group("model")
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's")
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="default: the model's")
-    group.add_argument("--device", default="auto", help="auto (default), cuda or cpu")
+    group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     group.add_argument("--like", type=Path, metavar="DIR", help="folder of a checkpoint's model")
     group.add_argument("--family", metavar="NAME", help="kind of a checkpoint's model")
@@ -65,23 +63,17 @@ def _run(args: argparse.Namespace) -> int:
     ):
         flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
         require(good, f"{flag}: must be {rule}")
-    if args.output is not None and args.output.exists():
-        raise DataError(f"--output {args.output}: exists; name another file")
     prompts = _prompts(args)
     template = read_text(args.chat_template, "--chat-template") if args.chat_template else None
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_folder(args))
+    with _folder(args) as folder:
         place = args.tokenizer or folder
         ids, end = encode(place, prompts, template)
         answers = _Answers(folder, place, args, end)
-        file = args.output and stack.enter_context(open_text_to_write(args.output))
         for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
             text, count, finish = answers.to(tokens, f"prompt {number}")
-            if file is None and len(prompts) == 1:
-                print(text)
-                continue
             line = {**_answered(prompt, text), "tokens": count, "finish": finish}
-            print(json.dumps(line, ensure_ascii=False), file=file or sys.stdout, flush=True)
+            said = text if len(prompts) == 1 else json.dumps(line, ensure_ascii=False)
+            print(said, flush=True)
     return 0
 
 

@@ -107,7 +107,7 @@ def saved() -> Table | None:
     return None
 
 
-def table(python: str = sys.executable) -> Table:
+def table() -> Table:
     """The table, made first where none is kept.
 
     Raises:
@@ -117,7 +117,7 @@ def table(python: str = sys.executable) -> Table:
     if found is not None:
         return found
     print("reading Megatron's flags, once (10 s)", file=sys.stderr, flush=True)
-    made = subprocess.run([python, "-m", __name__], capture_output=True, text=True)
+    made = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True)
     found = saved()
     if made.returncode or found is None:
         last = (made.stderr.strip().splitlines() or ["no place can be written"])[-1]

@@ -39,6 +39,8 @@ _ROOT_CAUSE = re.compile(
 )
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)(: .*)?|.{1,40}: error: .*")
 _TAIL_BYTES = 1 << 18
+_LONGEST = 1000
+"""Characters of a rank's error."""
 
 
 class _Ended(BaseException):
@@ -176,6 +178,7 @@ def _failure(log: Path, scratch: Path) -> str:
         text = file.read().decode(errors="replace")
     found = _ROOT_CAUSE.search(text)
     error = _told(scratch, found["rank"] if found else None) or _last_error(text)
+    error = error[:_LONGEST]  # some name all parts of a checkpoint
     if found is None:
         return error
     code = int(found["code"])
@@ -198,7 +201,8 @@ def _last_error(text: str) -> str:
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in text.splitlines()]
     for before, line in reversed(list(itertools.pairwise(["", *lines]))):
         if _ERROR_LINE.fullmatch(line) and "ChildFailedError" not in line:
-            return line if ": " in line else f"{line}: {before}"
+            said = re.sub(r"^.{1,40}?: error: ", "", line)  # of this program
+            return said if ": " in line else f"{line}: {before}"
     return ""
 
 

@@ -145,6 +145,8 @@ def flags_of(model: str, settings: Mapping[str, str], further: Sequence[str]) ->
     flags |= {"--max-position-embeddings": settings["SEQ_LENGTH"],
               "--lr-decay-iters": settings["TRAIN_ITERS"]}  # fmt: skip
     flags |= {flag: True for name, flag in _SWITCHES.items() if settings[name] == "1"}
+    if "--use-dpp" not in flags and flags.pop("--dpp-trace", False):
+        flags["--dpp-trace-only"] = True
     if precision != "fp32":
         flags[f"--{precision}"] = True
     if precision == "fp16":

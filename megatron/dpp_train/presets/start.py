@@ -146,7 +146,7 @@ def _places(flags: Flags, home: Path, *, saves: bool) -> Flags:
     found: Flags = {}
     if "--metrics-file" not in flags:
         found["--metrics-file"] = str(home / METRICS)
-    if "--dpp-trace" in flags and "--dpp-trace-dir" not in flags:
+    if {"--dpp-trace", "--dpp-trace-only"} & {*flags} and "--dpp-trace-dir" not in flags:
         found["--dpp-trace-dir"] = str(home / "traces")
     steps, every = flags.get("--train-iters"), flags.get("--save-interval")
     saves = saves or bool(every and steps and int(every) <= int(steps))

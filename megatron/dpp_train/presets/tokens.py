@@ -15,6 +15,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.files.index_files import check_index
 from megatron.dpp.processes import run_child
 from megatron.dpp_train.data.rows import JSON, PARQUET
+from megatron.dpp_train.data.templates import find_templates
 from megatron.dpp_train.data.vocabulary import CHOICES, tokenizer_flags
 from megatron.dpp_train.presets.flag_table import PACKAGE, user_cache
 from megatron.dpp_train.presets.flags import Flags, shared, to_argv
@@ -103,7 +104,11 @@ def _of_text(
 ) -> Tokens:
     chats = "--sft" in flags
     how = ["--sft"] if chats else list(_HOW[arch])
-    prefix = _prefix_of(text, _digest(text, found, how), own=own)
+    templates: list[str] = []
+    if chats:
+        beside = found.get("--tokenizer-model") or found.get("--vocab-file")
+        templates = [*find_templates("auto", beside).values()]
+    prefix = _prefix_of(text, _digest(text, found, [*how, *templates]), own=own)
     tokens = f"{prefix}_{'chat_document' if chats else _LEVELS[arch]}"
     there = all(Path(tokens + suffix).is_file() for suffix in (".idx", ".bin"))
     words = ["preprocess", *to_argv({"--input": text, "--output-prefix": prefix} | found)]
@@ -141,7 +146,9 @@ def _prefix(path: str) -> str:
 
 def _digest(text: Path, found: Mapping[str, Any], how: Sequence[str]) -> str:
     """A hash of a text, its tokenizer and how it is cut: new text never meets old tokens."""
-    digest = hashlib.sha256(" ".join([str(found["--tokenizer-type"]), *how]).encode())
+    digest = hashlib.sha256(
+        " ".join([str(found["--tokenizer-type"]), *how]).encode("utf-8", "replace")
+    )
     named = [Path(str(found[name])) for name in _FILES if name in found]
     folders = [
         each for folder in named if folder.is_dir() for each in sorted(folder.glob("*.json"))

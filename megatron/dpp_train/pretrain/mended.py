@@ -14,10 +14,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 from unittest import mock
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, one_line
 
 _VOCABULARIES = {
     "GPT2BPETokenizer": "gpt2",
@@ -38,6 +39,8 @@ def mended() -> Iterator[None]:
         undo.enter_context(local_vocabularies())
         undo.enter_context(_given_rates())
         undo.enter_context(no_empty_split())
+        loading = "megatron.training.checkpointing.sys"
+        undo.enter_context(mock.patch(loading, SimpleNamespace(exit=_not_loaded)))
         if any(word.startswith("--tensorboard-dir") for word in sys.argv):
             undo.enter_context(lossy_curves())
         undo.enter_context(mock.patch.object(argparse.HelpFormatter, "_expand_help", _help_of))
@@ -56,6 +59,13 @@ def _help_of(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
         return action.help or ""
 
 
+def _not_loaded() -> NoReturn:
+    """Fail where training/checkpointing.py ends a run with status 0, for want of a checkpoint."""
+    error = sys.exc_info()[1]
+    why = one_line(error, 300) if error else "the log says why"
+    raise DataError(f"the checkpoint of --load cannot be loaded: {why}") from error
+
+
 @contextlib.contextmanager
 def local_vocabularies() -> Iterator[None]:
     """Tokenizers of ``--vocab-file`` and ``--merge-file`` that ask no hub for their class.
@@ -65,10 +75,9 @@ def local_vocabularies() -> Iterator[None]:
     """
     name = "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer"
     models: dict[str, dict[str, Any]] = importlib.import_module(name).MEGATRON_CONFIG_MAP
-    with contextlib.ExitStack() as undo:
-        for kind, folder in _VOCABULARIES.items():
-            path = str(Path(__file__).with_name("vocabularies") / folder)
-            undo.enter_context(mock.patch.dict(models[kind], tokenizer_name=path))
+    folder = Path(__file__).with_name("vocabularies")
+    own = {kind: {"tokenizer_name": str(folder / each)} for kind, each in _VOCABULARIES.items()}
+    with mock.patch.dict(models, {kind: models[kind] | own[kind] for kind in own}):
         yield
 
 
@@ -90,9 +99,8 @@ def lossy_curves() -> Iterator[None]:
 
         return call
 
-    with contextlib.ExitStack() as undo:
-        for each in ("write", "flush", "close"):
-            undo.enter_context(mock.patch.object(kind, each, lossy(getattr(kind, each))))
+    names = ("write", "flush", "close")
+    with mock.patch.multiple(kind, **{name: lossy(getattr(kind, name)) for name in names}):
         yield
 
 

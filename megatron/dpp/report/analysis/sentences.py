@@ -7,7 +7,7 @@ from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Analysis, RunTotals
 from megatron.dpp.report.run_files import Training
-from megatron.dpp.trace.schema import CAUSES
+from megatron.dpp.trace.schema import IdleCause
 
 LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
@@ -133,8 +133,9 @@ def sentences(found: Analysis) -> list[str]:
 
 
 def time_sentences(totals: RunTotals) -> list[str]:
+    meanings = {str(cause): cause.meaning for cause in IdleCause}
     causes = ", ".join(
-        f"{percent(share)} {CAUSES.get(cause, ('', cause))[1]}"
+        f"{percent(share)} {meanings.get(cause, cause)}"
         for cause, share in totals.bubble_by_cause.items()
         if share >= 0.001
     )

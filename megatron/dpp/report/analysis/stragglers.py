@@ -31,7 +31,8 @@ import numpy.typing as npt
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.times import Cell, Link, LinkDelays, TaskTimes, merge_links
 
-_SLOW = 1.15
+SLOW = 1.15
+"""Factor above the expected time from which a rank or stage is slow."""
 _SLOW_LINK = 3.0
 _LINK_SHARE = 0.05
 _LONELY_LINK_SHARE = 0.25
@@ -139,7 +140,7 @@ class StragglerSearch:
         links: Sequence[LinkDelays],
         waits: Mapping[int, float],
         *,
-        threshold: float = _SLOW,
+        threshold: float = SLOW,
     ) -> None:
         self._shape, self._works, self._links = shape, works, links
         self._waits, self._threshold = waits, threshold

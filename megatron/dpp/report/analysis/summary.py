@@ -5,6 +5,7 @@ Units are in the names of the fields. Values are means per iteration unless they
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -16,7 +17,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.analysis.experts import LayerRow, Loads, add_loads, layer_rows
 from megatron.dpp.report.analysis.model import JobShape, TracedIteration, read_iterations
-from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
+from megatron.dpp.report.analysis.stragglers import SLOW, Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import (
     IterationTimes,
     LinkDelays,
@@ -94,6 +95,7 @@ class Analysis:
         self.times.append(iteration_times(iteration))
         self.works.append(work_of(iteration))
         self.links.append(link_samples(iteration))
+        add_loads(self.loads, iteration)
 
     @property
     def name(self) -> str:
@@ -188,7 +190,7 @@ class Analysis:
             "fidelity": self.fidelity,
         }
 
-    def find_culprits(self, threshold: float) -> None:
+    def find_culprits(self, threshold: float = SLOW) -> None:
         """Look for stragglers over all iterations taken."""
         waits = {
             rank: sum(times.ranks[rank].idle_ms.get(IdleCause.MESSAGE, 0.0) for times in self.times)
@@ -203,37 +205,26 @@ class Analysis:
         return ordered[(len(ordered) - 1) // 2]
 
 
-def analyse(
-    files: list[TraceFile],
-    alignment: Alignment,
-    *,
-    skip: int | None = None,
-    threshold: float = 1.15,
-) -> Analysis:
-    """Read a run and look for stragglers.
+def analyse(files: list[TraceFile], alignment: Alignment, *, threshold: float = SLOW) -> Analysis:
+    """Read a run and look for stragglers. The first of three iterations or more, which builds
+    kernels and pools, is left out.
 
     Args:
         files, alignment: of the run.
-        skip: leading iterations to leave out, which build kernels and pools (default: 1 of three or
-            more).
         threshold: factor above the expected time that makes a rank or stage a straggler.
 
     Raises:
-        DataError: no iteration was finished by every rank, or none is left after ``skip``.
+        DataError: no iteration was finished by every rank.
     """
-    analysis = Analysis(files, JobShape.of(files), alignment)
-    for number, iteration in enumerate(read_iterations(files, alignment)):
-        analysis.add(iteration)
-        if number >= (1 if skip is None else skip):
-            add_loads(analysis.loads, iteration)
-    found = len(analysis.times)
-    count = (1 if found > 2 else 0) if skip is None else skip
-    analysis.skipped = [times.number for times in analysis.times[:count]]
-    del analysis.times[:count], analysis.works[:count], analysis.links[:count]
-    if not analysis.times:
+    iterations = read_iterations(files, alignment)
+    first = list(itertools.islice(iterations, 3))
+    if not first:
         raise DataError(
-            f"{files[0].path.parent}: {found} iterations that all {len(files)} ranks finished, "
-            f"{len(analysis.skipped)} of them skipped; none is left"
+            f"{files[0].path.parent}: no iteration that all {len(files)} ranks finished"
         )
+    skipped = first[:1] if len(first) > 2 else []
+    analysis = Analysis(files, JobShape.of(files), alignment, [each.number for each in skipped])
+    for iteration in itertools.chain(first[len(skipped) :], iterations):
+        analysis.add(iteration)
     analysis.find_culprits(threshold)
     return analysis

@@ -224,12 +224,11 @@ def _rank_times(rank: RankIteration, start: int, end: int) -> RankTimes:
     first = min((task.start for task in rank.tasks), default=end)
     last = max((task.end for task in rank.tasks), default=start)
     host: Stretch = (IdleCause.HOST, start, max(end, rank.end))
-    waits = sorted(rank.waits, key=lambda wait: wait.cause, reverse=True)
     spans: list[Stretch] = [(span.name, span.start, span.end) for span in reversed(rank.spans)]
     layers = [
         host,
         (IdleCause.WARM_UP, start, first),
-        *((wait.cause, wait.start, wait.end) for wait in waits),
+        *((wait.cause, wait.start, wait.end) for wait in rank.waits),
         (IdleCause.DRAIN, last, end),
         *((EventKind.SPAN, a, min(b, last)) for _, a, b in spans),
         *((EventKind.TASK, task.start, task.end) for task in rank.tasks),

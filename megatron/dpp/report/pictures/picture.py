@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.dpp.files.safe_files import open_text_to_write
-from megatron.dpp.trace.schema import CAUSES
+from megatron.dpp.trace.schema import IdleCause
 
 THEMES = ("light", "dark")
 
+_IDLE: dict[IdleCause, tuple[str, str]] = {
+    IdleCause.WARM_UP: ("#dde1e6", "#3a414a"),
+    IdleCause.DRAIN: ("#ccd2d9", "#474f59"),
+    IdleCause.MESSAGE: ("#eeb4b0", "#8d4c4a"),
+    IdleCause.MEMORY_CAP: ("#e3cf7c", "#85742f"),
+    IdleCause.LATE_MEMBER: ("#d9a9cf", "#7d4a73"),
+    IdleCause.LATE_LEADER: ("#c391d6", "#6d4486"),
+    IdleCause.LOOKAHEAD: ("#a6d2cd", "#3d716c"),
+    IdleCause.HOST: ("#b9a28f", "#6d5947"),
+    IdleCause.SEND: ("#e0b8d6", "#7a5571"),
+}
 COLOURS = {
     "bg": ("#f6f7f9", "#14171b"),
     "card": ("#ffffff", "#1c2026"),
@@ -29,15 +40,7 @@ COLOURS = {
     "W": ("#d07a1c", "#d98a35"),
     "span": ("#a99fc4", "#6f648f"),
     "tail": ("#a99fc4", "#6f648f"),
-    "warm-up": ("#dde1e6", "#3a414a"),
-    "drain": ("#ccd2d9", "#474f59"),
-    "message": ("#eeb4b0", "#8d4c4a"),
-    "memory-cap": ("#e3cf7c", "#85742f"),
-    "late-member": ("#d9a9cf", "#7d4a73"),
-    "late-leader": ("#c391d6", "#6d4486"),
-    "lookahead": ("#a6d2cd", "#3d716c"),
-    "host": ("#b9a28f", "#6d5947"),
-    "send": ("#e0b8d6", "#7a5571"),
+    **{str(cause): _IDLE[cause] for cause in IdleCause},
 }
 """Name -> colour on a light and on a dark page. F, B and W mean forward, backward and weight
 gradient; ``this`` and ``other`` are runs; the last rows are causes of idle time."""
@@ -51,7 +54,7 @@ LABELS = {
     "W": "W: weight gradient",
     "span": "other work",
     "tail": "after the pipeline",
-    **{cause: label for cause, (label, _) in CAUSES.items()},
+    **{str(cause): cause.label for cause in IdleCause},
 }
 """Class of a bar -> its label in a legend."""
 

@@ -230,10 +230,10 @@ class NixlTransport(Transport):
         """Take announcements and credit, and give credit; true if a caller should look."""
         changed = False
         for index, (source, total) in enumerate(zip(self._incoming, arrived, strict=False)):
-            while source.num_arrived < total:
-                with self._changed:
+            with self._changed:  # a take changes both counts of what has arrived
+                while source.num_arrived < total:
                     source.announced.append(self._control.take(index))
-                changed = True
+                    changed = True
             while source.num_credited < source.num_taken:
                 channel = len(self._outgoing) + index
                 self._control.put(channel, torch.empty(0), iteration=0, microbatch=0)
