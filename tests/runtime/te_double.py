@@ -9,6 +9,7 @@ has that dtype. One tensor-parallel rank only. Its optimizers and kernels want a
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import sys
 import types
@@ -19,6 +20,14 @@ import torch
 import torch.nn.functional as F
 
 VERSION = "2.8.0"
+_JIT: dict[str, Any] = {"__name__": "transformer_engine.pytorch.jit", "wraps": functools.wraps}
+exec(
+    "def no_torch_dynamo(forward):\n"
+    "    return wraps(forward)(lambda *args, **options: forward(*args, **options))",
+    _JIT,
+)
+no_torch_dynamo = _JIT["no_torch_dynamo"]
+"""Wraps forwards, in a module of its own."""
 
 
 class WeightGradStore:
@@ -113,6 +122,7 @@ class LayerNormLinear(_Base):
         self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features))
         self._build(in_features, out_features, **options)
 
+    @no_torch_dynamo
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         normed = F.layer_norm(
             inp, inp.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps

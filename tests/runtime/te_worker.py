@@ -101,6 +101,7 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
     result = PLAIN_TRAIN(case, schedule)
     if split:
         assert not any("is fused" in line for line in schedule.said), "W tasks were run"
+        assert not any("its class is" in line for line in schedule.said), schedule.said
         deferred = next(
             line for line in schedule.said if "a deferred weight gradient keeps" in line
         )

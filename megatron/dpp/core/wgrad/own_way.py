@@ -71,9 +71,9 @@ def refuse_shared(chunks: Sequence[torch.nn.Module]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def is_written_in(function: Any, module: Any) -> bool:
-    """True if a function is a module's own, within the wrappers that PyTorch has for it."""
+    """True if a function is a module's own, within wrappers of PyTorch or Transformer Engine."""
     names = getattr(function, "__globals__", {})
-    if str(names.get("__name__")).startswith("torch."):
+    if str(names.get("__name__")).startswith(("torch.", "transformer_engine.")):
         names = getattr(inspect.unwrap(function), "__globals__", {})
     return names is vars(module)
 
