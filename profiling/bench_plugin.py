@@ -231,15 +231,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         sequence=(2048, "longest sequence, or row"), ranks=(2, "pipeline size"), microbatches=16,
         micro_batch=(1, "rows of a microbatch"),
         alone=(False, "run a process group of its own for each arm"),
-        documents=(False, "attention in packed rows ends at a sequence's end (THD, which layers of "
-                          "Transformer Engine take)"),
+        documents=(False, "attention in packed rows ends at a sequence's end (THD)"),
         chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
         layout=("", "as --pipeline-model-parallel-layout, for all arms"),
         rows=("equal,unlike,packed", f"of {', '.join(ROWS)}, separated by commas"),
         arms=("static,static-links,megatron,fused,dynamic",
-              f"of {', '.join(NAMES)}; before a dynamic one's name {', '.join(OTHERS)}, or s4096- "
-              f"for slices of so many tokens; before a static one's {_PADDED} for rows padded to "
-              f"the longest; {COMMAND}: the script with --use-dpp"),
+              f"of {', '.join(NAMES)}; before a dynamic one's {', '.join(OTHERS)}, or s4096- for "
+              f"slices; before a static one's {_PADDED}; {COMMAND}: the script with --use-dpp"),
         queues=("8", "numbers of hardware queues, separated by commas"),
         one_queue=("static,dynamic", "arms with one queue"),
         own_graphs=("--cuda-graph-impl transformer_engine --te-rng-tracker",

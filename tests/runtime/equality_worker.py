@@ -207,8 +207,6 @@ def documents(case: dict[str, Any]) -> Any:
             lengths = [length + length % 2 for length in lengths]
         if cut > 2:  # the row alone must have a length that context-parallel ranks can cut
             lengths[-1] += -sum(lengths) % cut
-        if case.get("full"):  # rows of one length
-            lengths[-1] += SEQUENCE - sum(lengths)
         found = [torch.randint(0, VOCABULARY, (1, n + 1), generator=generator) for n in lengths]
         if case["packed"] == "one by one":
             yield from ([document] for document in found)
@@ -293,9 +291,9 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
             recorder.begin_iteration(len(norms))
         out = schedule(
             forward_step_func=forward_step, data_iterator=iterators, model=chunks,
-            num_microbatches=case["m"], seq_length=SEQUENCE,
-            micro_batch_size=1 if case.get("full") else MICRO_BATCH,
-            forward_only=evaluating, force_all_reduce=case.get("everywhere", False),
+            num_microbatches=case["m"], seq_length=SEQUENCE, forward_only=evaluating,
+            micro_batch_size=case.get("micro_batch", MICRO_BATCH),
+            force_all_reduce=case.get("everywhere", False),
         )  # fmt: skip
         if case.get("everywhere") and not evaluating:
             check_reduced_everywhere(chunks)

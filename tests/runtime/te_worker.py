@@ -106,7 +106,7 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
             line for line in schedule.said if "a deferred weight gradient keeps" in line
         )
         assert "keeps 0.0 MiB" not in deferred, schedule.said
-        if case.get("full"):
+        if case.get("micro_batch"):
             assert not any("without graphs" in line for line in schedule.said), schedule.said
     return result
 

@@ -77,8 +77,9 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
         # Dropout: no comparison with unpacked rows, one of which is a single token (not cuDNN's).
         case("bf16", 2, 4, FUSED, SPLIT, v=2, **DOCUMENTS, **HALF, dropout=0.1),
         case("rope", 2, 3, SPLIT, **DOCUMENTS, **HALF, positions="rope", dropout=0.1),
-        case("graphs", 2, 4, *graphed()[1:], v=2, packed="together", full=True, per_token=True,
-             iterations=5, dropout=0.1, **HALF),
+        # Rows of 128 tokens.
+        case("graphs", 2, 4, *graphed()[1:], v=2, packed="together", multiple=64, micro_batch=1,
+             per_token=True, iterations=5, dropout=0.1, **HALF),
     ]),
     "experts": (2, [
         case("grouped", 2, 4, FUSED, SPLIT, v=2, layers=4, model=GROUPED, bf16=True),
