@@ -321,6 +321,13 @@ def test_fsdp2_has_several_hardware_queues_beside_tensor_parallelism(
     assert environment(found)["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
 
 
+def test_the_static_schedule_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USE_DPP", "1")
+    for words, wanted in (("--no-dpp", "0"), ("", "1")):
+        found = of_options(shlex.split(f"--mode 3d --pp 2 --dry-run {words}"), {})
+        assert environment(found)["USE_DPP"] == wanted
+
+
 def test_a_direct_call_is_checked_on_every_rank_and_answered_by_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ class Plan:
         run_dir: the user's directory for it.
         load_hf: Hugging Face folder that it starts from.
         save_hf: folder for the trained model in Hugging Face's form.
+        static: megatron-core's schedule was asked for, whatever ``USE_DPP`` says.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Plan:
     layers: str = ""
     load_hf: str | None = None
     save_hf: str | None = None
+    static: bool = False
 
     def command(self) -> list[str]:
         """torchrun and its arguments, the training script and its flags."""
@@ -101,6 +103,7 @@ def of_options(words: Sequence[str], env: Mapping[str, str]) -> Plan:
         lines=tuple(lines),
         load_hf=given.load_hf,
         save_hf=given.save_hf,
+        static=given.no_dpp,
     )
     return _checked(plan, elsewhere=given.gpu is not None)
 

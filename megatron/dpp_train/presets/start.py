@@ -169,4 +169,4 @@ def environment(plan: Plan) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one else "8",
     }
-    return defaults | env
+    return defaults | env | ({"USE_DPP": "0"} if plan.static else {})

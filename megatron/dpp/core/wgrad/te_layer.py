@@ -168,7 +168,7 @@ class TELayer(Deferrable):
         if any(getattr(config, name, False) for name in offloads):
             return "activations are offloaded"
         if any(getattr(config, name, None) for name in ("fp8", "fp4")):
-            return "it is faster there in 8 bit, and was not timed in 4"  # transformer-engine.md
+            return "it is faster there in 8 bit, and was not timed in 4"
         if compat.te_debugs():
             return "Transformer Engine's debug mode is on"
         names = weights_of(module)
