@@ -37,7 +37,11 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.decoder = Block()
         self.config = SimpleNamespace(
-            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None, fp8=None
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            recompute_granularity=None,
+            fp8=None,
+            num_moe_experts=None,
         )
 
 

@@ -130,6 +130,53 @@ class LayerNormLinear(_Base):
         return self._linear(normed, is_first_microbatch)
 
 
+class _GroupedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Any, splits: list[int], module: Any, *weights: Any) -> Any:
+        ctx.save_for_backward(inp, *weights)
+        ctx.splits, ctx.store = splits, module.wgrad_store
+        return _GroupedFunction.products(inp, weights, splits)
+
+    @staticmethod
+    def products(rows: Any, weights: Any, splits: list[int]) -> torch.Tensor:
+        parts = zip(rows.split(splits), weights, strict=True)
+        return torch.cat([part.matmul(weight.t()) for part, weight in parts])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        (inp, *weights), splits = ctx.saved_tensors, ctx.splits
+
+        def wgrad_gemm(x: Any, dy: Any, into: list[torch.Tensor]) -> tuple[Any, Any, None]:
+            for given, out, each in zip(x, dy, into, strict=True):
+                torch.matmul(out.t(), given, out=each)
+            return None, [torch.empty(0)] * len(into), None
+
+        packed = weights[0].new_empty((len(weights), *weights[0].shape))
+        grads = [packed[number] for number in range(len(weights))]
+        operands = [list(inp.detach().split(splits)), list(grad_output.split(splits)), grads]
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.put(operands, wgrad_gemm)
+        else:
+            wgrad_gemm(*operands)
+        turned = [weight.t() for weight in weights]
+        return _GroupedFunction.products(grad_output, turned, splits), None, None, *grads
+
+
+class GroupedLinear(torch.nn.Module):
+    """The linear layers of all experts, without biases and ``main_grad``."""
+
+    def __init__(self, number: int, inp: int, out: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_gemms, self.use_bias, self.return_bias = number, False, False
+        self.fuse_wgrad_accumulation, self.wgrad_store = False, WeightGradStore()
+        for expert in range(number):
+            weight = torch.nn.Parameter(torch.randn(out, inp).to(dtype))
+            self.register_parameter(f"weight{expert}", weight)
+
+    def forward(self, inp: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        return _GroupedFunction.apply(inp, splits, self, *self._parameters.values())  # type: ignore[no-any-return]
+
+
 def _module(name: str, **members: Any) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
@@ -182,7 +229,7 @@ def install(version: str = VERSION) -> None:
         "transformer_engine.pytorch",
         Linear=Linear,
         LayerNormLinear=LayerNormLinear,
-        GroupedLinear=type("GroupedLinear", (torch.nn.Module,), {}),
+        GroupedLinear=GroupedLinear,
         DotProductAttention=type("DotProductAttention", (torch.nn.Module,), {}),
         LayerNorm=torch.nn.LayerNorm,
         RMSNorm=torch.nn.RMSNorm,

@@ -35,9 +35,15 @@ LEARNED = {"positions": "learned_absolute"}
 """megatron-core's rotary embeddings cut each document of a packed row, these tests whole rows."""
 
 
-def test_captured_experts_of_a_padded_capacity() -> None:
-    told = {"layers": 2, "iterations": 4, "model": PADDED}
-    check(2, case("padded", 2, 3, LATE_GRAPHS, FUSED_GRAPHS, **told))
+def test_captured_experts_and_the_attention_before_them() -> None:
+    """Experts of a padded capacity are captured whole."""
+    late, fused, static = LATE_GRAPHS, FUSED_GRAPHS, {"static": True, "cuda_graphs": "on"}
+    check(
+        2,
+        case("padded", 2, 3, late, fused, layers=2, iterations=4, model=PADDED),
+        case("attention", 2, 4, late, fused, static, v=2, layers=8, iterations=4, model=EXPERTS,
+             dropout=0.1),
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 from megatron.dpp.core.graphs import block as graphed_block
 from megatron.dpp.core.graphs import slots as graphs
 from megatron.dpp.core.graphs.capture import CapturedRng
+from megatron.dpp.core.graphs.parts import Whole
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.errors import SetupError
 from tests.runtime.graphed import SHAPE, Block, Captures, Chunk, graphs_of, step
@@ -49,11 +50,11 @@ def test_a_slot_is_free_after_the_weight_gradients_of_its_last_layer(chunk: Chun
     )  # fmt: skip
     made, _ = graphs_of(chunk, store=store)
     step(made, chunk)
-    assert made._pools is not None
-    free = [len(made._pools._free)]
+    assert made._pools
+    free = [len(made._pools[0]._free)]
     for work in deferred:
         work.compute()
-        free.append(len(made._pools._free))
+        free.append(len(made._pools[0]._free))
     assert free == [0, 0, 1]
 
 
@@ -109,7 +110,7 @@ def test_repeated_draws_are_those_of_the_inputs_shape(
     """A longer microbatch draws more numbers before each recomputed part than a short one."""
     chunk.config.recompute_granularity = "selective"
     monkeypatch.setattr(graphed_block, "RecomputedDraws", lambda forward: forward())
-    block = graphed_block.GraphedBlock(chunk, None, Rerun, CapturedRng(), print)
+    block = graphed_block.GraphedBlock(chunk, Whole(chunk), None, Rerun, CapturedRng(), print)
     runs = iter(("draws of 3 rows", "draws of 5 rows"))
     short, long = torch.empty(3, 2, 4), torch.empty(5, 2, 4)
     for example, found in ((short, 3), (long, 5), (short, 3)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.wgrad import accumulate, te_layer
@@ -230,6 +231,44 @@ def test_a_layer_that_ran_twice_adds_both_products_as_autograd_does() -> None:
     first.compute()
     assert torch.equal(layer.fc.weight.main_grad, now.fc.weight.grad)
     assert torch.equal(layer.fc.bias.main_grad, now.fc.bias.grad)
+
+
+@pytest.mark.parametrize("sums", ["adjacent", "apart", "hooked"])
+def test_gradients_of_experts_are_added_as_ddp_adds_them(sums: str) -> None:
+    """By one kernel, without their hooks, where DDP's sums are one behind the other."""
+    number, size, runs = 3, (4, 5), [0, 0]
+    layers = [te_double.GroupedLinear(number, 5, 4, torch.bfloat16) for _ in runs]
+    layers[1].load_state_dict(layers[0].state_dict())
+
+    def watched(parameter: Any, turn: int) -> None:
+        def hook(*_: Any) -> None:
+            runs[turn] += 1
+            parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        hook.__module__ = DistributedDataParallel.__module__
+        parameter.keeps = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        parameter.keeps.register_hook(hook)
+
+    for turn, layer in enumerate(layers):
+        buffer = torch.zeros(2 * number, *size)
+        for place, parameter in enumerate(reversed([*layer.parameters()])):
+            parameter.main_grad = buffer[place * (2 if sums == "apart" else 1)]
+            parameter.grad_added_to_main_grad = False
+            watched(parameter, turn)
+    if sums == "hooked":
+        layers[0].weight1.keeps.register_hook(lambda *_: None)
+    waiting: list[Any] = []
+    taken: Any = TELayer(0, "fc", layers[0], store_of(accumulate.add, waiting), waiting.append)
+    given = torch.randn(9, 5, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        with taken.bound():
+            layers[0](given, [4, 0, 5]).square().sum().backward()
+            waiting.pop().compute()
+        layers[1](given, [4, 0, 5]).square().sum().backward()
+    for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        assert torch.equal(one.main_grad, other.main_grad) and one.grad is None
+    assert runs == [0 if sums == "adjacent" else 2 * number, 2 * number]
 
 
 def test_what_a_host_changed_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""One chunk's transformer block as CUDA graphs.
+"""A part of a chunk as CUDA graphs: its transformer block, or the attention of one layer.
 
-F, B and one W per layer of a chunk are captured over the pool of a *slot* (``pools.py``) at the
+F, B and one W per layer of a part are captured over the pool of a *slot* (``pools.py``) at the
 chunk's first forward of that length in the slot, or at the end of the step in which the slot was
 made.
 """
@@ -21,13 +21,13 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.graphs.capture import Capture, CapturedRng, RecomputedDraws
 from megatron.dpp.core.graphs.eight_bit import CachedWeights
+from megatron.dpp.core.graphs.parts import Part
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
-from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.deferrable import DeferredWork
 from megatron.dpp.core.wgrad.linear import WeightGradients
-from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
+from megatron.dpp.core.wgrad.own_way import STANDS_FOR
 from megatron.dpp.core.wgrad.product import gather_buffers
 from megatron.dpp.core.wgrad.te_layer import adding
 from megatron.dpp.errors import Text, one_line, setting
@@ -43,10 +43,10 @@ class _Graphs:
     """The graphs of one chunk in one slot, for inputs of one length.
 
     Args:
-        owner: the chunk's block, its own forward and its parameters.
+        owner: the part, its own forward and its parameters.
         slot, pools: the memory.
         key: rows of the input, and the signature of all arguments.
-        options: the arguments of the block besides its input.
+        options: the arguments of the part besides its input.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class _Graphs:
         self._forward = owner.capture(self._run_forward, slot.pool)
         with owner.rng.repeating(self._draws) if owner.rng else contextlib.nullcontext():
             self._backward = owner.capture(self._run_backward, slot.pool)
-        layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
+        layers = owner.part.pieces if owner.store is not None else ()
         self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
         self._gathered_into = gather_buffers()  # kept: a replay writes there
 
@@ -193,10 +193,11 @@ class _Replay(torch.autograd.Function):
 
 
 class GraphedBlock:
-    """One chunk's transformer block, whose training forwards are replayed while it is bound.
+    """A part of a chunk, whose training forwards are replayed while it is bound.
 
     Args:
-        chunk: the chunk of the block; its gradients are added as DDP adds them.
+        chunk: the chunk of the part; its gradients are added as DDP adds them.
+        part: what is captured.
         store: takes deferred weight gradients; None for a fused backward.
         capture: see :data:`Capture`.
         rng: the source of random draws; None if none are drawn.
@@ -206,20 +207,17 @@ class GraphedBlock:
     def __init__(
         self,
         chunk: torch.nn.Module,
+        part: Part,
         store: WeightGradients | None,
         capture: Capture,
         rng: CapturedRng | None,
         say: Callable[[str], None],
     ) -> None:
-        self.rng = rng
+        self.rng, self.part = rng, part
         self._recomputes = bool(get_model_config(chunk).recompute_granularity)
         self._recomputed: dict[torch.Size, RecomputedDraws] = {}
-        block: Any = decoder_block(chunk)
-        self._block = block
-        self.chunk: Any = chunk
         self.store, self.capture, self._say = store, capture, say
-        self.num_layers = len(block.layers)
-        self.parameters = [p for p in block.parameters() if p.requires_grad]
+        self.parameters = [p for p in part.modules.parameters() if p.requires_grad]
         self.reductions = Reductions(chunk, self.parameters)
         self._pools: Pools | None = None
         self._signatures: dict[int, list[Any]] = {}
@@ -227,37 +225,22 @@ class GraphedBlock:
         self._failed = False
         config = get_model_config(chunk)
         caches = config.fp8 and not config.disable_parameter_transpose_cache
-        self._weights = CachedWeights(block) if caches else None
+        self._weights = CachedWeights(part.modules) if caches else None
         self._read_at: list[int] | None = None
         """Addresses of the 8-bit weights that graphs read."""
         self._moved = False
-        self._original = block.forward
-        self._made_of = _made_of(block)
 
     def is_as_built(self) -> bool:
-        """True if no host has changed the modules and parameters of the block since."""
-        if self._moved:
-            return False
-        now = _made_of(self._block)
-        same = len(now) == len(self._made_of) and all(
-            one is other for one, other in zip(now, self._made_of, strict=True)
-        )
-        return same and decoder_block(self.chunk) is self._block
-
-    def why_eager(self) -> str | None:
-        """The reason why a step cannot replay the block, as a host does more in it; or None."""
-        return why_eager(self._block)
+        """True if no host has changed the modules and parameters of the part since."""
+        return not self._moved and self.part.is_as_built()
 
     def bind(self, pools: Pools | None) -> None:
-        """Replay the block's forwards over these slots; None restores its own forward."""
+        """Replay the part's forwards over these slots; None restores its own forward."""
         self._pools = pools
-        if pools is not None:
-            self._block.forward = self._call
-        else:
-            del self._block.forward
+        self.part.bind(self._call if pools is not None else None)
 
     def complete(self, pools: Pools) -> None:
-        """Capture this block for each length that it has run with in the slots where it has not
+        """Capture this part for each length that it has run with in the slots where it has not
         yet, between two steps: within a step a capture would delay the whole pipeline.
         """
         options = {
@@ -274,17 +257,12 @@ class GraphedBlock:
 
     def addresses(self) -> list[int]:
         """Of parameters, also frozen ones, and buffers, which graphs use."""
-        used = itertools.chain(self._block.parameters(), self._block.buffers())
+        used = itertools.chain(self.part.modules.parameters(), self.part.modules.buffers())
         return [tensor.data_ptr() for tensor in used]
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-        """Run the block's own forward."""
-        block, given = self._block, self._block.input_tensor
-        block.input_tensor = hidden
-        try:
-            output = self._original(hidden_states=hidden if block.pre_process else None, **options)
-        finally:
-            block.input_tensor = given
+        """Run the part's own forward."""
+        output = self.part.run(hidden, options)
         if not isinstance(output, torch.Tensor) or not alike(output, hidden):
             raise TypeError("its output is no tensor of its input's shape and dtype")
         return output
@@ -306,14 +284,15 @@ class GraphedBlock:
 
     @contextlib.contextmanager
     def using(self, aliases: list[torch.nn.Parameter]) -> Iterator[None]:
-        """Let the block compute with these instead of its parameters."""
+        """Let the part compute with these instead of its parameters."""
         alias_of = dict(zip(self.parameters, aliases, strict=True))
-        tables = [module._parameters for module in self._block.modules()]
+        modules = list(self.part.modules.modules())
+        tables = [module._parameters for module in modules]
         own = [dict(table) for table in tables]
         for table in tables:
             table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
         try:
-            with adding(self._block.modules()):
+            with adding(modules):
                 yield
         finally:
             for table, original in zip(tables, own, strict=True):
@@ -325,7 +304,7 @@ class GraphedBlock:
         """The random draws that a backward of such inputs repeats; None if it repeats none.
 
         Args:
-            forward: runs the block's forward eagerly.
+            forward: runs the part's forward eagerly.
         """
         if self.rng is None or not self._recomputes:
             return None
@@ -335,35 +314,35 @@ class GraphedBlock:
         return self._recomputed[example.shape]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._block
-        if self._pools is None or args or not (block.training and torch.is_grad_enabled()):
-            return self._original(*args, **kwargs)
+        part = self.part
+        if self._pools is None or args or not (part.trains and torch.is_grad_enabled()):
+            return part.original(*args, **kwargs)
         weights = self._weights
         if weights is not None and weights.are_stale and not self._renewed(weights):
             return self._with_fresh_weights(weights, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
+        hidden = part.hidden_of(kwargs)
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
             if not self.parameters:
-                return self._original(**kwargs)
+                return part.original(**kwargs)
             # All layers before it are frozen, and the parameters are no inputs of the replay:
             # autograd would not run its backward.
             hidden = hidden.detach().requires_grad_()
         graphs = self._graphs(self._pools, hidden, options)
         if graphs is None:
-            return self._original(**kwargs)
-        return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
+            return part.original(**kwargs)
+        return part.answer(_Replay.apply(hidden, graphs, options))  # type: ignore[no-untyped-call]
 
     def _renewed(self, weights: CachedWeights) -> bool:
         """Quantise the weights for this step where graphs read them; False if a forward must."""
         return self._read_at == weights.addresses() and weights.renew()
 
     def _with_fresh_weights(self, weights: CachedWeights, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward, which quantises its weights for this step."""
+        """Run the part's own forward, which quantises its weights for this step."""
         compares = self._read_at is not None and not weights.is_compared
         if compares:
             weights.compare()
-        output, now = self._original(*args, **kwargs), weights.addresses()
+        output, now = self.part.original(*args, **kwargs), weights.addresses()
         if compares:
             weights.agree()
         if self._read_at is None:
@@ -408,7 +387,7 @@ class GraphedBlock:
         return found
 
     def _capture_in(self, slot: Slot, pools: Pools, key: Key, options: Mapping[str, Any]) -> None:
-        """Add this block's graphs to a slot; if that fails, it runs eagerly from then on."""
+        """Add this part's graphs to a slot; if that fails, it runs eagerly from then on."""
         stay = self._weights.staying() if self._weights is not None else contextlib.nullcontext()
         try:
             with stay:
@@ -420,16 +399,6 @@ class GraphedBlock:
                 first = first.__context__
             self._failed = True
             self._say(f"runs without graphs: {one_line(first, 200)}")
-
-
-def _made_of(block: torch.nn.Module) -> list[Any]:
-    """The objects that a capture depends on."""
-    objects: list[Any] = []
-    for module in block.modules():
-        objects += (module, type(module), module.training)
-        for parameter in module._parameters.values():
-            objects += (parameter, parameter is not None and parameter.requires_grad)
-    return objects
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,14 @@ from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.core.graphs import eight_bit
 from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import Capture, CapturedRng, cuda_capture
+from megatron.dpp.core.graphs.parts import ATTEND, Attention, Part, Whole, has_own_attention
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.model import balancing_of, decoder_block
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import Text
 
+_EAGER = "runs without graphs"
 WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""
 
@@ -69,7 +71,8 @@ class ChunkGraphs:
         self._blocks: list[GraphedBlock] = []
         self._numbers: list[int] = []
         self._eager: list[str | None] = []
-        self._pools: Pools | None = None
+        self._pools: list[Pools] = []
+        """The slots of each block; those of whole blocks are the same."""
         self._slot_bytes = 0.0
         self._addresses: list[list[int]] = []
         self._num_steps = self._num_said = self._num_graphs = 0
@@ -82,20 +85,23 @@ class ChunkGraphs:
         capture = capture or cuda_capture(rng)
         for number, chunk in enumerate(chunks):
             say = partial(self._say, number)
-            reason = why_not_captured(chunk)
-            if reason is None:
+            parts, reason = parts_of(chunk)
+            for part in parts:
                 self._numbers.append(number)
                 self._blocks.append(
-                    GraphedBlock(chunk, store, capture, rng if draws else None, say)
+                    GraphedBlock(chunk, part, store, capture, rng if draws else None, say)
                 )
-            else:
-                say(f"runs without graphs: {reason}")
+            if reason is not None:
+                say(f"{'replays its attention alone' if parts else _EAGER}: {reason}")
         self.inspect()
 
     @property
     def awaits_size(self) -> bool:
-        """True until :meth:`keep_size` is called, if chunks may be captured."""
-        return bool(self._blocks) and not self._slot_bytes
+        """True until :meth:`keep_size` is called, if whole chunks may be captured. Slots of
+        attention count as it does without graphs.
+        """
+        whole = any(isinstance(block.part, Whole) for block in self._blocks)
+        return whole and not self._slot_bytes
 
     @property
     def captures(self) -> bool:
@@ -105,7 +111,7 @@ class ChunkGraphs:
     @property
     def replays(self) -> bool:
         """A step has been replayed from slots."""
-        return self._pools is not None and bool(self._pools.made)
+        return any(pools.made for pools in self._pools)
 
     def slot_bytes(self, eager: float) -> float:
         """Bytes of one chunk activation of the longest microbatch in a slot; 0 without slots.
@@ -113,11 +119,11 @@ class ChunkGraphs:
         Args:
             eager: its bytes without graphs, by which an estimate from shorter ones is judged.
         """
-        return self._pools.slot_bytes(eager) if self._pools is not None else 0
+        return max((pools.slot_bytes(eager) for pools in self._pools), default=0)
 
     def keep_size(self, slot_bytes: float) -> None:
         """Take an activation's size, and drop this step's slots: a cap in bytes allows fewer."""
-        self._slot_bytes, self._pools = slot_bytes, None
+        self._slot_bytes, self._pools = slot_bytes, []
 
     def inspect(self) -> bool:
         """Look at the chunks before a training step, as hosts change them; False if graphs must be
@@ -125,13 +131,13 @@ class ChunkGraphs:
         """
         if not all(block.is_as_built() for block in self._blocks):
             return False
-        self._eager = [block.why_eager() for block in self._blocks]
+        self._eager = [block.part.why_eager() for block in self._blocks]
         return True
 
     def close(self) -> None:
         """Free the graphs, without which NCCL's communicators cannot be destroyed."""
         self._blocks.clear()
-        self._pools = None
+        self._pools.clear()
         gc.collect()  # graphs and their slots know each other
 
     def _say(self, chunk: int, text: str) -> None:
@@ -150,7 +156,8 @@ class ChunkGraphs:
             return False
         if not self._settled and self._blocks:
             self._settled = True
-            if not (self._wanted(self._numbers) and self._attends(example)):
+            numbers = list(dict.fromkeys(self._numbers))
+            if not (self._wanted(numbers) and self._attends(example)):
                 self._blocks.clear()
         return bool(self._blocks)
 
@@ -168,37 +175,45 @@ class ChunkGraphs:
             return
         self._make_room(example)
         bound = []
-        for number, block, reason in zip(self._numbers, self._blocks, self._eager, strict=True):
+        each = zip(self._numbers, self._blocks, self._eager, self._pools, strict=True)
+        for number, block, reason, pools in each:
             if reason is None:
                 bound.append(block)
-                block.bind(self._pools)
+                block.bind(pools)
             else:
-                self._say(number, f"runs without graphs: {reason}")
+                self._say(number, f"{_EAGER}: {reason}")
         try:
             yield
         finally:
             for block in bound:
                 block.bind(None)
-        if self._pools is not None and self._pools.num_graphs != self._num_graphs:
-            self._complete(self._pools)
+        if self._count() != self._num_graphs:
+            self._complete()
             self.num_captures += 1
 
-    def _complete(self, pools: Pools) -> None:
+    def _count(self) -> int:
+        """Graphs in all slots."""
+        return sum(pools.num_graphs for pools in dict.fromkeys(self._pools))
+
+    def _complete(self) -> None:
         """Capture what this step has captured in one slot in all that hold it, and say how many
         slots there are.
         """
-        for block in self._blocks:
+        for block, pools in zip(self._blocks, self._pools, strict=True):
             block.complete(pools)
-        self._num_graphs = pools.num_graphs
-        if len(pools.made) == self._num_said:
+        self._num_graphs = self._count()
+        made = [slot for pools in dict.fromkeys(self._pools) for slot in pools.made]
+        if len(made) == self._num_said:
             return
-        self._num_said = len(pools.made)
-        rows = {slot.rows for slot in pools.made}
-        size = f"{pools.slot_bytes() / (1 << 20):.0f} MiB"
+        self._num_said = len(made)
+        rows, kind = {slot.rows for slot in made}, "chunk activations"
+        size = f"{self._pools[0].slot_bytes() / (1 << 20):.0f} MiB"
+        if not isinstance(self._blocks[0].part, Whole):
+            kind = "activations of attention"
         if len(rows) > 1:
-            total = sum(slot.num_bytes for slot in pools.made)
+            total = sum(slot.num_bytes for slot in made)
             size = f"{len(rows)} lengths, {total / (1 << 20):.0f} MiB together"
-        line = f"CUDA graphs: memory for {self._num_said} chunk activations of {size}"
+        line = f"CUDA graphs: memory for {self._num_said} {kind} of {size}"
         if torch.cuda.is_available():
             line += f"; {torch.cuda.memory_reserved() / 2**30:.1f} GiB are reserved in all"
         self._log(line)
@@ -221,24 +236,41 @@ class ChunkGraphs:
     def _make_room(self, example: torch.Tensor) -> None:
         """Make new slots at the start and whenever parameters have moved."""
         addresses = [block.addresses() for block in self._blocks]
-        if self._pools is None or addresses != self._addresses:
-            self._pools = None
+        if not self._pools or addresses != self._addresses:
+            self._pools.clear()
             if example.is_cuda:
                 gc.collect()  # graphs and their slots know each other
                 torch.cuda.empty_cache()  # memory of the eager steps
-            self._pools = Pools(example.detach(), self._rows, self._most)
+            new = partial(Pools, example.detach(), self._rows, self._most)
+            whole = new()
+            self._pools = [
+                whole if isinstance(block.part, Whole) else new() for block in self._blocks
+            ]
             self._addresses, self._num_said, self._num_graphs = addresses, 0, 0
 
 
+def parts_of(chunk: torch.nn.Module) -> tuple[list[Part], str | None]:
+    """The parts of a chunk that can be captured, and the reason why it is not the whole."""
+    reason, config, block = why_not_captured(chunk), get_model_config(chunk), decoder_block(chunk)
+    if reason is None:
+        return [Whole(chunk)], None
+    if reason not in reasons_of_experts(config, block):
+        return [], reason
+    if config.recompute_granularity is not None:
+        return [], f"{reason}; and parts of layers are recomputed"
+    if not all(map(has_own_attention, block.layers)):
+        return [], f"{reason}; and layers have another {ATTEND}"
+    return [Attention(chunk, number) for number in range(len(block.layers))], reason
+
+
 def why_not_captured(chunk: torch.nn.Module) -> str | None:
-    """The reason why a chunk cannot be captured; None if it can."""
+    """The reason why a chunk cannot be captured; None if it can. Reasons of experts come last."""
     config, block = get_model_config(chunk), decoder_block(chunk)
     if not isinstance(chunk, DistributedDataParallel):
         return f"{type(chunk).__name__} is not megatron-core's DistributedDataParallel"
     if block is None or not len(block.layers):
         return "it has no transformer layers"
     reasons = {
-        **reasons_of_experts(config, block),
         "some microbatches are recomputed and others are not": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
@@ -251,8 +283,12 @@ def why_not_captured(chunk: torch.nn.Module) -> str | None:
         ),
         "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or eight_bit.why_not_in_8_bit(config, block)
+    found = _first(reasons) or eight_bit.why_not_in_8_bit(config, block)
+    return found or _first(reasons_of_experts(config, block))
+
+
+def _first(reasons: Mapping[str, bool]) -> str | None:
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:

@@ -7,10 +7,11 @@ that accumulates it, as DistributedDataParallel does. All of it works, since aut
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel as DDP
 
 _OWN = "megatron.core."
 _Hook = Callable[..., Any]
@@ -52,6 +53,52 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     with torch.enable_grad():
         root = _Give.apply(parameter, given)  # type: ignore[no-untyped-call]
     torch.autograd.backward(root, root.detach())
+
+
+class Adjacent:
+    """The sums of gradients that DistributedDataParallel keeps of parameters of one shape, one
+    behind the other in memory: one kernel adds to all of them. DDP's own hooks would do nothing
+    else, while ``GradSync`` keeps them from reducing.
+
+    Args:
+        parameters: in any order.
+        total: their sums in the order of memory, [number, *shape].
+    """
+
+    def __init__(self, parameters: Sequence[Any], total: torch.Tensor) -> None:
+        begin, size = total.data_ptr(), total[0].nbytes
+        self.places = [(p.main_grad.data_ptr() - begin) // size for p in parameters]
+        """The place of each parameter in memory."""
+        self._total, self._dtype = total, parameters[0].dtype
+
+    @classmethod
+    def of(cls, parameters: Sequence[Any]) -> Adjacent | None:
+        """None where a parameter has other hooks, or its sum elsewhere."""
+        if not all(map(_ddp_alone_adds, parameters)):
+            return None
+        first, *others = sorted((p.main_grad for p in parameters), key=torch.Tensor.data_ptr)
+        for number, other in enumerate(others, 1):
+            behind = other.data_ptr() - first.data_ptr() == number * first.nbytes
+            if not (behind and _is_alike(first, other)):
+                return None
+        size, strides = (len(parameters), *first.shape), (first.numel(), *first.stride())
+        return cls(parameters, first.as_strided(size, strides)) if first.is_contiguous() else None
+
+    def add(self, gradients: torch.Tensor) -> None:
+        """Add gradients, [number, *shape], each at its parameter's place."""
+        self._total.add_(gradients.to(self._dtype))
+
+
+def _ddp_alone_adds(parameter: Any) -> bool:
+    before, after = _hooks_of(parameter)
+    alone = [getattr(hook, "__module__", "") for hook in after] == [DDP.__module__]
+    own = alone and not _is_changed(parameter, before, after)
+    return own and parameter.grad is None and not parameter.grad_added_to_main_grad
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    storages = (each.untyped_storage().data_ptr() for each in (one, other))
+    return len({*storages}) == 1 and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class OwnHook(functools.partial[None]):

@@ -24,6 +24,7 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.dpp.core import compat
+from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.deferrable import (
     NODE,
     Deferrable,
@@ -121,6 +122,8 @@ class _Store:
         and the product of these.
         """
         layer = self._layer
+        if layer.grouped and not layer.fused:
+            tensors[2] = tensors[2][0].new_empty(0)  # the W takes memory for gradients, not B
         if wants_leaves():
             layer.leave(_Deferred(layer, [_Product.of(tensors, product)]))
         elif layer.fused:
@@ -143,8 +146,14 @@ class TELayer(Deferrable):
         self.grouped = "num_gemms" in vars(module)
         self.adds_alone = self.fused and not self.grouped and not biases and len(self.weights) == 1
         """A W is one product that adds to one weight, and nothing else."""
+        self.adjacent: accumulate.Adjacent | None = None
         self._store = _Store(self)
         self._asides: dict[str, Any] = {}
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The place of each weight's gradient among those of all."""
+        return range(len(self.weights)) if self.adjacent is None else self.adjacent.places
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
@@ -181,6 +190,8 @@ class TELayer(Deferrable):
         """Let the module's forwards defer for one step."""
         inner = self.module.forward
         self._asides = self._aside(self.parameters)
+        if self.grouped and not self.fused:
+            self.adjacent = accumulate.Adjacent.of(self.weights)
         self.module.forward = lambda *args, **options: self._forward(inner, args, options)
         try:
             yield
@@ -244,26 +255,33 @@ class _Deferred(LayerWork):
                 each.compute(*each.tensors)
                 continue
             sums = [_sum(*pair) for pair in zip_longest(sums, self._gradients(each))]
-        weights, biases = sums[: len(layer.weights)], sums[len(layer.weights) :]
-        del sums
         for weight in layer.weights if layer.fused else ():
             layer.store.add(weight, [])
-        for parameters, gradients in ((layer.weights, weights), (layer.biases, biases)):
-            for parameter in parameters if gradients else ():
-                gradient = gradients.pop(0)
-                if gradient is not None:
-                    layer.store.add(parameter, [gradient])
+        if layer.adjacent is not None:
+            layer.adjacent.add(sums.pop(0))
+        known = layer.biases if layer.fused or layer.adjacent is not None else layer.parameters
+        for parameter in known if sums else ():
+            gradient = sums.pop(0)
+            if gradient is not None:
+                layer.store.add(parameter, [gradient])
 
     def _gradients(self, product: _Product) -> list[torch.Tensor | None]:
-        """Of the weights, None where they were added, and of the biases, None where B had them."""
-        layer = self.layer
-        first, second, *_ = product.compute(*product.tensors)
-        weights = list(product.tensors[2]) if layer.grouped else [first]
+        """Of the weights, unless they were added: in one tensor where they are adjacent. And of the
+        biases, None where B had them.
+        """
+        layer, (given, gradient, *into) = self.layer, product.tensors
+        weights: list[Any] = []
+        if layer.grouped and not layer.fused:
+            packed = into[0].new_empty((len(layer.weights), *layer.weights[0].shape))
+            weights = [packed[place] for place in layer.places]
+            into = [weights]
+        first, second, *_ = product.compute(given, gradient, *into)
+        if layer.adjacent is not None:
+            weights = [packed]
+        elif not (layer.grouped or layer.fused):
+            weights = [first]
         biases = list(second or ()) if layer.grouped else [second]
-        if layer.fused:
-            weights = [None] * len(weights)
-        biases = [None if bias is None or not bias.numel() else bias for bias in biases]
-        return [*weights, *biases]
+        return [*weights, *(None if b is None or not b.numel() else b for b in biases)]
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
