@@ -13,7 +13,8 @@ tokens (best fit; attention ends at a sequence's end with --documents alone).
 The arms of a row train the same model on the same microbatches within one process group, in turns
 of ``--block`` steps; the learning rate is 0, so all steps have the same loss. Arms with the host's
 own CUDA graphs, and each number of hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``), are process
-groups of their own. Memory is the most that the worst rank reserved in an arm's turns.
+groups of their own, and with ``--alone`` all arms are. Memory is the most that the worst rank
+reserved in an arm's turns.
 
 Not timed are the first ``--untimed`` steps of a turn, and its steps up to the last in which a rank
 captured a CUDA graph. SIGTERM, SIGINT and ``--seconds`` end a process group: the steps recorded so
@@ -32,6 +33,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +83,9 @@ _OF_LLAMA = ("--layers-of", "transformer_engine", "--block", "7", "--untimed", "
              "--vocabulary", "128255", "--layout", "Ettt|tt|tt|tL", "--more", _LLAMA)  # fmt: skip
 _BUCKETS = "geometric"
 _SHORT = "static,static-links,megatron,fused,dynamic"
-_ALONE = ("--layers-of", "transformer_engine", "--alone", "--rounds", "1", "--block", "40",
-          "--untimed", "32")  # fmt: skip
-"""A process group per arm, whose steps are timed behind the race of whole steps."""
+_ALONE = ("--layers-of", "transformer_engine", "--alone", "--rounds", "3", "--passes", "1",
+          "--block", "24")  # fmt: skip
+"""A process group per arm; the race of whole steps is in the first turn, which is not timed."""
 _OWN_BEST = f"static,static-graphs,{COMMAND}"
 _345M = ("--rows", "equal", "--hidden", "1024", "--heads", "16", "--layers", "24", "--sequence",
          "1024", "--more=--cross-entropy-loss-fusion", "--arms", _OWN_BEST)  # fmt: skip
@@ -180,28 +182,53 @@ def measure(
             if stop.reason:
                 return
             root = unpacked(args, version, Path(folder))
-            found: list[tuple[str, list[Line]]] = []
-            for queues, names in process_groups(args, row):
-                if stop.reason:
-                    break
-                print(f"{version}, {row}, {queues} queues: {' '.join(names)}", flush=True)
-                padded = names[0].startswith(_PADDED)
-                lines, reason = plugin_group.run(
-                    root, [*flags(args), *own_flags(args, names[0])],
-                    [arm_of(name, row) for name in names], processes=args.ranks, queues=queues,
-                    block=args.block, rounds=args.rounds, microbatches=args.microbatches,
-                    lengths=[] if padded else lengths(args, row), seconds=args.seconds, stop=stop,
-                    documents=rows_of(args, padded) if args.documents and row == "packed" else (),
-                )  # fmt: skip
-                found.append((queues, lines))
+            print(f"{version}, {row}", flush=True)
+            groups = [*process_groups(args, row)]
+            ran = run_groups(args, root, row, groups, stop)
+            for (queues, names), (lines, reason) in zip(groups, ran, strict=True):
                 case = f"{args.cases} " if args.cases else ""
                 group = f"{case}{version} {row} {queues} {names[0]}"
                 steps[group] = lines
                 if reason:
                     failed[group] = reason
-                facts = {"settings": vars(args), "steps": steps, "failed": failed}
-                harness.write_json(args.json, facts)
+            facts = {"settings": vars(args), "steps": steps, "failed": failed}
+            harness.write_json(args.json, facts)
+            found = [(queues, lines) for (queues, _), (lines, _) in zip(groups, ran, strict=True)]
             report(args, f"{version}, {row}", found)
+
+
+def run_groups(
+    args: argparse.Namespace,
+    root: Path,
+    row: str,
+    groups: Sequence[tuple[str, list[str]]],
+    stop: harness.Stop,
+) -> list[tuple[list[Line], str]]:
+    """Run a row's process groups, one after the other; with ``--alone`` all are started, and take
+    turns. The lines of each, and the reason why it did not end by itself.
+    """
+    beside = len(groups) if args.alone else 1
+    with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(beside) as pool:
+
+        def run(place: int, queues: str, names: list[str]) -> tuple[list[Line], str]:
+            if stop.reason:
+                return [], stop.reason
+            print(f"{row}, {queues} queues: {' '.join(names)}", flush=True)
+            padded, documents = names[0].startswith(_PADDED), args.documents and row == "packed"
+            ran = plugin_group.run(
+                root, [*flags(args), *own_flags(args, names[0])],
+                [arm_of(name, row) for name in names], processes=args.ranks, queues=queues,
+                block=args.block, rounds=args.rounds, microbatches=args.microbatches,
+                lengths=[] if padded else lengths(args, row), stop=stop,
+                documents=rows_of(args, padded) if documents else (),
+                seconds=args.seconds * beside, turn=(turns, place % beside, beside),
+            )  # fmt: skip
+            for turn in range(args.rounds if args.alone else 0):  # those that it has not ended
+                Path(turns, str(turn * beside + place + 1)).touch()
+            return ran
+
+        places = range(len(groups))
+        return [*pool.map(run, places, *zip(*groups, strict=True))]
 
 
 def parse_cases(words: Sequence[str]) -> list[argparse.Namespace]:
@@ -226,11 +253,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         json=("", "file for the results"), rounds=(3, "turns of all arms"),
         block=(8, "steps of an arm's turn"),
         untimed=(4, "first steps of a turn, which are not timed"),
+        passes=(0, "first turns of each arm, which are not timed"),
         runs=(1, "process groups for each number of queues, in turns"),
         seconds=(280.0, "most seconds of a process group"), hidden=4096, layers=8, heads=32,
         sequence=(2048, "longest sequence, or row"), ranks=(2, "pipeline size"), microbatches=16,
         micro_batch=(1, "rows of a microbatch"),
-        alone=(False, "run a process group of its own for each arm"),
+        alone=(False, "run a process group of its own for each arm, all started at once, in turns"),
         documents=(False, "attention in packed rows ends at a sequence's end (THD)"),
         chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
         layout=("", "as --pipeline-model-parallel-layout, for all arms"),
@@ -456,7 +484,8 @@ def gains(
             if line.loss is not None:
                 numbers[line.arm].add((line.loss, line.norm))
         # The last stage's rank has the losses, and its steps are timed.
-        timed = plugin_group.timed([line for line in lines if line.loss is not None], args.untimed)
+        last = [line for line in lines if line.loss is not None]
+        timed = plugin_group.timed(last, args.untimed, args.passes)
         for name, of_arm in timed.items():
             turns[name, queues] += [
                 1e3 * statistics.median(line.seconds for line in turn) for turn in of_arm

@@ -2,10 +2,11 @@
 
 Variables: ``BENCH_SCRIPT``, its path; ``BENCH_ARMS``, a JSON list of [name, kind, settings], kind
 being ``own``, ``static`` or ``dynamic``, and settings those of a ``DppConfig``; ``BENCH_BLOCK``,
-steps of an arm's turn; ``BENCH_LENGTHS``, sequence lengths separated by commas, which microbatches
-take in turn; ``BENCH_DOCUMENTS``, a JSON list of the lengths of each microbatch's documents,
-at whose ends attention ends; ``BENCH_RECORD``, a file to write (``.RANK`` is added), with a line
-per step: the fields of ``plugin_group.Line``.
+steps of an arm's turn; ``BENCH_TURN``, a JSON list of a folder, the number of this process group
+and that of all groups, which take turns by files in the folder; ``BENCH_LENGTHS``, sequence lengths
+separated by commas, which microbatches take in turn; ``BENCH_DOCUMENTS``, a JSON list of the
+lengths of each microbatch's documents, at whose ends attention ends; ``BENCH_RECORD``, a file to
+write (``.RANK`` is added), with a line per step: the fields of ``plugin_group.Line``.
 
 Without ``--no-gradient-accumulation-fusion`` the kernel that this takes of Apex is PyTorch's where
 Apex is missing, for all arms.
@@ -177,6 +178,25 @@ def peaks() -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
+class Turns:
+    """The turns of this process group among others, that have started, too."""
+
+    def __init__(self) -> None:
+        folder, self._own, self._groups = json.loads(os.environ["BENCH_TURN"])
+        self._folder = Path(folder)
+
+    def wait(self, turn: int) -> None:
+        """Wait until all turns before a ``turn`` of this group are over."""
+        number = turn * self._groups + self._own
+        while number and not (self._folder / str(number)).exists():
+            time.sleep(0.01)
+
+    def end(self, turn: int) -> None:
+        """Let the next group begin."""
+        if os.environ["RANK"] == "0":
+            (self._folder / str(turn * self._groups + self._own + 1)).touch()
+
+
 def take_turns(batches: Batches) -> None:
     """Let each step of the training loop run the schedule whose turn it is."""
     from megatron.training import training  # type: ignore[import-not-found]
@@ -184,13 +204,13 @@ def take_turns(batches: Batches) -> None:
     original = training.train_step
     names = list(inspect.signature(original).parameters)
     place, data = names.index("forward_backward_func"), names.index("data_iterator")
-    done, turn, captures = 0, Turn("own", {}), Captures()
+    done, turn, captures, turns = 0, Turn("own", {}), Captures(), Turns()
 
     def step(*args: Any, **options: Any) -> Any:
         nonlocal done, turn
         (name, kind, settings), number = ARMS[done // BLOCK % len(ARMS)], done % BLOCK
-        done += 1
         if number == 0:
+            turns.wait(done // BLOCK)
             turn.close()
             gc.collect()
             if ON_GPU:
@@ -213,6 +233,9 @@ def take_turns(batches: Batches) -> None:
             "a", encoding="utf-8"
         ) as file:
             file.write(json.dumps(line) + "\n")
+        done += 1
+        if done % BLOCK == 0:
+            turns.end(done // BLOCK - 1)
         return result
 
     training.train_step = step

@@ -59,6 +59,7 @@ def run(
     microbatches: int,
     lengths: Sequence[int] = (),
     documents: Sequence[Sequence[int]] = (),
+    turn: tuple[str, int, int] = ("", 0, 1),
     seconds: float,
     stop: harness.Stop,
 ) -> tuple[list[Line], str]:
@@ -69,6 +70,7 @@ def run(
         rounds: turns of each arm.
         microbatches: of a step, on each rank.
         documents: lengths of the documents in each packed row.
+        turn: as plugin_entry.py takes it.
         seconds: the most that it may take.
         stop: ends it, too.
 
@@ -83,7 +85,7 @@ def run(
             "BENCH_RECORD": str(record), "BENCH_BLOCK": str(block),
             "BENCH_MICROBATCHES": str(microbatches),
             "BENCH_LENGTHS": ",".join(map(str, lengths)), "BENCH_ARMS": json.dumps(arms),
-            "BENCH_DOCUMENTS": json.dumps(documents),
+            "BENCH_DOCUMENTS": json.dumps(documents), "BENCH_TURN": json.dumps(turn),
         }  # fmt: skip
         steps = block * rounds * len(arms)
         started = megatron_sources.start(
@@ -107,13 +109,14 @@ def run(
         return [line for file in files for line in _lines(file)], reason
 
 
-def timed(lines: Sequence[Line], untimed: int) -> dict[str, list[list[Line]]]:
+def timed(lines: Sequence[Line], untimed: int, passes: int = 0) -> dict[str, list[list[Line]]]:
     """The timed steps of each arm, by turn; turns and arms without one are left out.
 
     Args:
         lines: of whole ranks, one rank after the other.
         untimed: first steps of a turn that do not count. Neither do those up to the last in which
             a CUDA graph was captured.
+        passes: first turns of each arm that do not count.
     """
     turns: dict[str, list[list[Line]]] = defaultdict(list)
     for line in lines:
@@ -124,7 +127,7 @@ def timed(lines: Sequence[Line], untimed: int) -> dict[str, list[list[Line]]]:
             turn.clear()
         elif line.number >= untimed:
             turn.append(line)
-    found = {name: [turn for turn in of_arm if turn] for name, of_arm in turns.items()}
+    found = {name: [turn for turn in of_arm[passes:] if turn] for name, of_arm in turns.items()}
     return {name: of_arm for name, of_arm in found.items() if of_arm}
 
 

@@ -166,3 +166,39 @@ def test_a_benchmark_that_is_stopped_reports_the_steps_so_far(
     (lines,), (reason,) = written["steps"].values(), written["failed"].values()
     assert reason == said and [line[1] for line in lines] == [*range(5)] * 2
     assert [line[-1] for line in lines] == [n == 1 for n in range(5)] * 2
+
+
+TELLS = """
+import os
+def train_step(forward_backward_func, data_iterator):
+    with open(os.environ["WALK"], "a") as file:
+        file.write(os.environ["BENCH_ARMS"][3:9] + os.environ["RANK"] + "\\n")
+    return {"lm loss": 7.0} if os.environ["RANK"] == "1" else {}, 0, 0, 0, 0, 2.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_groups_of_one_arm_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = tmp_path / "v" / "megatron" / "training"
+    training.mkdir(parents=True)
+    (training / "__init__.py").touch()
+    (training / "training.py").write_text(TELLS)
+    (tmp_path / "v" / "pretrain_gpt.py").write_text(
+        "import torch\nfrom megatron.training import training\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "for _ in range(6): training.train_step(None, None)\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("WALK", str(tmp_path / "walk"))
+    words = "--versions v --rows equal --arms static,command --alone --passes 1 --rounds 3"
+    words += f" --block 2 --untimed 0 --sources {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["bench", *words.split()])
+    assert bench_plugin.main() == 0
+    walk = (tmp_path / "walk").read_text().split()
+    own = [line for line in walk if line.endswith("0")]
+    assert own == [*["static0"] * 2, *["comman0"] * 2] * 3
+    assert ", 2) |" in capsys.readouterr().out  # of three turns
