@@ -86,6 +86,8 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
         case("grouped", 2, 4, FUSED, SPLIT, v=2, layers=4, model=GROUPED, bf16=True),
         case("grouped, main_grad", 2, 4, FUSED, SPLIT, layers=4, model=GROUPED, iterations=4,
              **HALF),
+        case("attention in graphs", 2, 4, *graphed(), v=2, layers=4, model=GROUPED, bf16=True,
+             dropout=0.1, iterations=5),
         case("one by one", 2, 3, SPLIT, layers=4, model=EXPERTS, bf16=True),
         case("shared", 2, 3, SPLIT, layers=2, bf16=True,
              model=GROUPED | {"moe_shared_expert_intermediate_size": 32}),
