@@ -37,7 +37,12 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.decoder = Block()
         self.config = SimpleNamespace(
-            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None, fp8=None
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            recompute_granularity=None,
+            fp8=None,
+            sequence_parallel=False,
+            context_parallel_size=1,
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.graphs.capture import Capture, CapturedRng, RecomputedDraws
-from megatron.dpp.core.graphs.eight_bit import CachedWeights
+from megatron.dpp.core.graphs.eight_bit import CachedWeights, parts_of
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.model import decoder_block
@@ -226,7 +226,7 @@ class GraphedBlock:
         """Of inputs, by rows."""
         self._failed = False
         config = get_model_config(chunk)
-        caches = config.fp8 and not config.disable_parameter_transpose_cache
+        caches = config.fp8 and (config.fp8_param or not config.disable_parameter_transpose_cache)
         self._weights = CachedWeights(block) if caches else None
         self._read_at: list[int] | None = None
         """Addresses of the 8-bit weights that graphs read."""
@@ -275,7 +275,7 @@ class GraphedBlock:
     def addresses(self) -> list[int]:
         """Of parameters, also frozen ones, and buffers, which graphs use."""
         used = itertools.chain(self._block.parameters(), self._block.buffers())
-        return [tensor.data_ptr() for tensor in used]
+        return [part.data_ptr() for tensor in used for part in parts_of(tensor)]
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Run the block's own forward."""
