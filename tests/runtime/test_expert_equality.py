@@ -37,7 +37,13 @@ LEARNED = {"positions": "learned_absolute"}
 
 def test_captured_experts_of_a_padded_capacity() -> None:
     told = {"layers": 2, "iterations": 4, "model": PADDED}
-    check(2, case("padded", 2, 3, LATE_GRAPHS, FUSED_GRAPHS, **told))
+    jitter, routes = {"moe_input_jitter_eps": 0.1}, {"moe_router_force_load_balancing": True}
+    check(
+        2,
+        case("padded", 2, 3, LATE_GRAPHS, FUSED_GRAPHS, **told),
+        case("jitter", 2, 3, LATE_GRAPHS, **told | {"model": PADDED | jitter}),
+        case("random routes", 2, 3, LATE_GRAPHS, **told | {"model": PADDED | routes}),
+    )
 
 
 @pytest.mark.slow
