@@ -43,9 +43,9 @@ ENGINE_ROWS = 128
 this; of 16 and 64 a replay accessed memory that is not its own.
 """
 
-EIGHT_BIT_RECIPES = ("tensorwise", "blockwise")
-"""Recipes of Transformer Engine whose 8-bit layers CUDA graphs capture: they compute their scales
-anew in each task.
+EIGHT_BIT_RECIPES = ("tensorwise", "blockwise", "delayed")
+"""Recipes of Transformer Engine whose 8-bit layers CUDA graphs capture: their scales are computed
+within each task.
 """
 
 GRAPHS_PAY_FROM = 0.5

@@ -45,7 +45,10 @@ def parameters(chunks: list[torch.nn.Module]) -> str:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            numbers = parameter.detach()
+            if type(parameter.data) is not torch.Tensor:  # in 8 bit
+                numbers = numbers.dequantize()
+            digest.update(numbers.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -104,6 +104,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         num_distributed_optimizer_instances=case.get("instances", 1),
         bucket_size=case.get("bucket_size"),
         overlap_param_gather=case.get("gather", False),
+        fp8_param_gather=bool(config.fp8_param),
     )
     chunks = [build_chunk(case, config, ddp_config, chunk) for chunk in range(v)]
     if case.get("bare"):

@@ -42,6 +42,8 @@ class Chunk(torch.nn.Module):
             recompute_granularity=None,
             fp8=None,
             num_moe_experts=None,
+            sequence_parallel=False,
+            context_parallel_size=1,
         )
 
 

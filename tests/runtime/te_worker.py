@@ -46,19 +46,17 @@ if REAL:
     from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
         _attention_backends,
     )
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 else:
     TransformerEngineBaseModule = te_double._Base
-
-if REAL:
-    equality_worker.SEQUENCE = ENGINE_ROWS
 
 PLAIN_TRAIN, PLAIN_BUILD = equality_worker.train, equality_worker.build
 PLAIN_CONFIG = equality_worker.TransformerConfig
 
 
 def config_for(**values: Any) -> Any:
-    return PLAIN_CONFIG(**values, disable_parameter_transpose_cache=False)
+    return PLAIN_CONFIG(**{"disable_parameter_transpose_cache": False} | values)
 
 
 def block_spec(config: Any, *, spec: str, vp_stage: int | None) -> Any:
@@ -74,6 +72,8 @@ def block_spec(config: Any, *, spec: str, vp_stage: int | None) -> Any:
 
 
 def build(case: dict[str, Any]) -> Any:
+    if REAL:
+        FP8GlobalStateManager.reset()  # it keeps the scales of all models
     chunks, optimizer = PLAIN_BUILD(case)
     for chunk in chunks:
         modules = [
@@ -119,6 +119,8 @@ def main() -> None:
     equality_worker.train, equality_worker.DppSchedule = train, Heard
     cases = json.loads(sys.argv[1])
     for case in cases:
+        if REAL:
+            equality_worker.SEQUENCE = case.get("sequence", ENGINE_ROWS)
         equality_worker.run_case(copy.deepcopy(case))
     if REAL and dist.get_rank() == 0:
         used = [name for name, value in _attention_backends.items() if value is True]

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import random as parallel_random
 from megatron.dpp.core.graphs import capture, slots
 from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import CapturedRng, RecomputedDraws, cuda_capture
+from megatron.dpp.core.graphs.parts import Whole
 from megatron.dpp.core.graphs.pools import Pools
 from tests.runtime.graphed import SHAPE, Block, Chunk, graphs_of, step
 from tests.runtime.losses import Rerun
@@ -197,7 +198,7 @@ def replayed(machine: Machine, *, recomputes: bool) -> tuple[Chunk, GraphedBlock
     chunk = Chunk()
     chunk.decoder = Dropping(machine)
     chunk.config.recompute_granularity = "selective" if recomputes else None
-    block = GraphedBlock(chunk, None, capture, rng, print)
+    block = GraphedBlock(chunk, Whole(chunk), None, capture, rng, print)
     block.bind(Pools(torch.empty(SHAPE)))
     return chunk, block
 

@@ -73,6 +73,7 @@ def eight_bit_chunk(renews: str) -> tuple[EightBit, Chunk]:
     layer, chunk = EightBit(renews), Chunk()
     chunk.decoder.layers = torch.nn.ModuleList([layer])
     chunk.config.fp8, chunk.config.disable_parameter_transpose_cache = "hybrid", False
+    chunk.config.fp8_param = False
     return layer, chunk
 
 

@@ -38,9 +38,13 @@ LEARNED = {"positions": "learned_absolute"}
 def test_captured_experts_and_the_attention_before_them() -> None:
     """Experts of a padded capacity are captured whole."""
     late, fused, static = LATE_GRAPHS, FUSED_GRAPHS, {"static": True, "cuda_graphs": "on"}
+    padded: dict[str, Any] = {"layers": 2, "iterations": 4, "model": PADDED}
+    jitter, routes = {"moe_input_jitter_eps": 0.1}, {"moe_router_force_load_balancing": True}
     check(
         2,
-        case("padded", 2, 3, late, fused, layers=2, iterations=4, model=PADDED),
+        case("padded", 2, 3, late, fused, **padded),
+        case("jitter", 2, 3, late, **padded | {"model": PADDED | jitter}),
+        case("random routes", 2, 3, late, **padded | {"model": PADDED | routes}),
         case("attention", 2, 4, late, fused, static, v=2, layers=8, iterations=4, model=EXPERTS,
              dropout=0.1),
     )  # fmt: skip

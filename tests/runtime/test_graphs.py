@@ -271,3 +271,23 @@ def test_lengths_that_cudnn_cannot_attend_to_in_graphs_stay_eager(
     assert len(captures.replays) == replays
     assert any("no multiple of 128" in line for line in said) == (not replays)
     assert not replays or kept == [[graphs.ENGINE_ROWS]]
+
+
+@pytest.mark.parametrize(
+    ("sharing", "rows", "replays"),
+    [
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, 64, 2),
+        ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, 64, 0),
+        ({"context_parallel_size": 2}, 128, 0),
+        ({"context_parallel_size": 2}, 256, 2),
+    ],
+)
+def test_rows_count_as_attention_sees_them(
+    chunk: Chunk, sharing: dict[str, Any], rows: int, replays: int
+) -> None:
+    """Of sequence-parallel ranks together; a context-parallel one attends to halves of its rows."""
+    vars(chunk.config).update(sharing)
+    chunk.decoder.core = type("Core", (torch.nn.Module,), {"__module__": "transformer_engine.a"})()
+    captures = Captures()
+    step(graphs_of(chunk, capture=captures)[0], chunk, longest=rows)
+    assert len(captures.replays) == replays

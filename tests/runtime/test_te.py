@@ -17,7 +17,7 @@ from megatron.dpp.core import compat
 from megatron.dpp.core.wgrad import accumulate, te_layer
 from megatron.dpp.core.wgrad.te_layer import TELayer, adding
 from tests.runtime import cases, te_double
-from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
+from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, PADDED, TENSOR, UNLIKE, case
 from tests.runtime.launcher import shared_gpus
 
 FUSED, SPLIT = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
@@ -54,6 +54,17 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
 HALF = {"bf16": True, "fusion": True}
 DOCUMENTS = {"packed": "together", "per_token": True, "layers": 4, "model": UNLIKE}
 GROUPED = EXPERTS | {"moe_grouped_gemm": True}
+FIXED = GROUPED | PADDED
+WHOLE = [{"static": True, "cuda_graphs": "on"},
+         {"split_backward": "off", "cuda_graphs": "on", "inject": LATE}]  # fmt: skip
+"""Runs of layers in 8 bit, whose weight gradients do not wait."""
+
+
+def narrow(recipe: str, **more: Any) -> dict[str, Any]:
+    """Settings of layers in 8 bit."""
+    return {"fp8": "hybrid", "fp8_recipe": recipe, **more}
+
+
 PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "fp32": (2, [
         case("v1", 2, 5, FUSED, SPLIT, layers=4, dropout=0.1),
@@ -97,6 +108,35 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
     ]),
     "context parallel": (4, [
         case("cp2", 2, 4, FUSED, SPLIT, cp=2, layers=2, per_token=True, **HALF),
+    ]),
+    "graphs of parallel layers": (4, [
+        case("tp2", 2, 4, *graphed(), tp=2, layers=4, iterations=4, bf16=True),
+        case("tp2, sequence", 2, 4, *graphed(), v=2, layers=4, iterations=4, dropout=0.1,
+             overlap=True, **TENSOR, **HALF),
+        case("ep2", 2, 4, *graphed(), ep=2, layers=2, model=FIXED, iterations=4, **HALF,
+             **OPTIMIZED),
+        *(case(f"cp2, {way}", 2, 4, *graphed(), cp=2, layers=2, per_token=True, iterations=4,
+               sequence=512, model={"cp_comm_type": way}, **HALF)
+          for way in ("p2p", "all_gather", "a2a")),
+    ]),
+    "graphs of experts": (2, [
+        case("grouped", 2, 4, *graphed(), v=2, layers=4, model=FIXED, iterations=4, **HALF),
+        case("one by one", 2, 4, *graphed(), layers=4, model=PADDED, iterations=4, bf16=True),
+        case("jitter", 2, 4, *graphed(), layers=2, model=FIXED | {"moe_input_jitter_eps": 0.1},
+             iterations=4, bf16=True),
+        case("random routes", 2, 4, *graphed(), layers=2, iterations=4, bf16=True,
+             model=FIXED | {"moe_router_force_load_balancing": True}),
+    ]),
+    "graphs in 8 bit": (2, [
+        case("tensorwise", 2, 4, *WHOLE, v=2, layers=4, iterations=5, model=narrow("tensorwise"),
+             **HALF),
+        case("delayed", 2, 4, *WHOLE, v=2, layers=4, iterations=6, model=narrow("delayed"), **HALF),
+        case("delayed, history", 2, 4, *WHOLE, layers=4, iterations=6, **HALF,
+             model=narrow("delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max")),
+        case("parameters", 2, 4, *WHOLE, v=2, layers=4, iterations=6, **HALF,
+             distributed_optimizer=True, model=narrow("tensorwise", fp8_param=True)),
+        case("parameters, delayed", 2, 4, *WHOLE, layers=4, iterations=6, **HALF,
+             distributed_optimizer=True, model=narrow("delayed", fp8_param=True)),
     ]),
 }  # fmt: skip
 """Name -> ranks and cases. Each name is a start of its ranks."""

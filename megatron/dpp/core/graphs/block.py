@@ -20,7 +20,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.graphs.capture import Capture, CapturedRng, RecomputedDraws
-from megatron.dpp.core.graphs.eight_bit import CachedWeights
+from megatron.dpp.core.graphs.eight_bit import CachedWeights, tensors_of
 from megatron.dpp.core.graphs.parts import Part
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
@@ -224,7 +224,7 @@ class GraphedBlock:
         """Of inputs, by rows."""
         self._failed = False
         config = get_model_config(chunk)
-        caches = config.fp8 and not config.disable_parameter_transpose_cache
+        caches = config.fp8 and (config.fp8_param or not config.disable_parameter_transpose_cache)
         self._weights = CachedWeights(part.modules) if caches else None
         self._read_at: list[int] | None = None
         """Addresses of the 8-bit weights that graphs read."""
@@ -258,7 +258,7 @@ class GraphedBlock:
     def addresses(self) -> list[int]:
         """Of parameters, also frozen ones, and buffers, which graphs use."""
         used = itertools.chain(self.part.modules.parameters(), self.part.modules.buffers())
-        return [tensor.data_ptr() for tensor in used]
+        return [tensor.data_ptr() for each in used for tensor in tensors_of(each)]
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Run the part's own forward."""

@@ -114,6 +114,11 @@ class CachedWeights:
                 yield layer, name, weight
 
 
+def tensors_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold a parameter's or buffer's numbers: several if it is in 8 bit."""
+    return [tensor] if type(tensor.data) is torch.Tensor else _tensors(tensor)
+
+
 def _tensors(weight: Any) -> list[torch.Tensor]:
     return [tensor for tensor in vars(weight).values() if isinstance(tensor, torch.Tensor)]
 
@@ -144,26 +149,32 @@ def why_not_in_8_bit(config: Any, block: torch.nn.Module) -> str | None:
         return None
     if config.fp8_recipe not in EIGHT_BIT_RECIPES:
         return (
-            f"8-bit layers of the recipe {config.fp8_recipe} keep scales from task to task, or "
-            f"were not tried; {' and '.join(EIGHT_BIT_RECIPES)} can be captured"
+            f"8-bit layers of the recipe {config.fp8_recipe} were not tried; "
+            f"{', '.join(EIGHT_BIT_RECIPES)} can be captured"
         )
     if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
         return "attention in 8 bit has not been tried"
-    if any(type(p.data) is not torch.Tensor for p in block.parameters()):
-        return "its weights are 8-bit parameters"
-    return None if config.disable_parameter_transpose_cache else _why_not_cached(config, block)
+    if again := _recomputed(config):
+        if config.fp8_recipe == "delayed":
+            return f"{again} takes delayed scales from the host's queue of microbatches"
+        if not config.disable_parameter_transpose_cache:
+            # The forward without gradients drops their transposes, and B's makes new weights.
+            return f"{again} moves their 8-bit weights in each task"
+    return None if config.disable_parameter_transpose_cache else _why_not_known(block)
 
 
-def _why_not_cached(config: Any, block: torch.nn.Module) -> str | None:
-    """The reason why 8-bit weights would not stay where graphs read them; None if they do."""
+def _recomputed(config: Any) -> str:
+    """The setting by which layers with 8-bit weights run again in a backward; empty without."""
     granularity = config.recompute_granularity
     again = set(config.recompute_modules or ()) - _WITHOUT_WEIGHTS
-    if granularity == "full" or (granularity == "selective" and again):
-        # The forward without gradients drops their transposes, and B's makes new weights.
-        modules = "" if granularity == "full" else f" of {', '.join(sorted(again))}"
-        return (
-            f"recompute_granularity={granularity!r}{modules} moves their 8-bit weights in each task"
-        )
+    if granularity == "full":
+        return "recompute_granularity='full'"
+    named = granularity == "selective" and ", ".join(sorted(again))
+    return f"recompute_granularity='selective' of {named}" if named else ""
+
+
+def _why_not_known(block: torch.nn.Module) -> str | None:
+    """The reason why 8-bit weights are not where graphs read them; None if they are."""
     layers = (layer for layer in block.modules() if hasattr(layer, "is_first_microbatch"))
     if not all(isinstance(getattr(layer, "_fp8_workspaces", None), dict) for layer in layers):
         return "this version of Transformer Engine keeps 8-bit weights where they are not known"

@@ -79,6 +79,10 @@ class ChunkGraphs:
         self.num_captures = 0
         """Steps so far in which something was captured."""
         self._settled = False
+        config = get_model_config(chunks[0])
+        self._tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        # A context-parallel rank attends to halves of its rows, too.
+        self._unit = ENGINE_ROWS * (2 if config.context_parallel_size > 1 else 1)
         self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
@@ -223,13 +227,14 @@ class ChunkGraphs:
         if not self._by_engine:
             return True
         lengths = self._rows or [len(example)]
-        kept = [length for length in lengths if length % ENGINE_ROWS == 0]
+        kept = [rows for rows in lengths if rows * self._tensor_ranks % self._unit == 0]
         if kept:
             self._rows = kept
             return True
         self._log(
             f"CUDA graphs: not used: cuDNN's attention in Transformer Engine's layers is wrong in "
-            f"graphs for sequences of {', '.join(map(str, lengths))}, no multiple of {ENGINE_ROWS}"
+            f"graphs for {', '.join(str(rows * self._tensor_ranks) for rows in lengths)} rows of a "
+            f"sequence, no multiple of {self._unit}"
         )
         return False
 
@@ -254,7 +259,7 @@ def parts_of(chunk: torch.nn.Module) -> tuple[list[Part], str | None]:
     reason, config, block = why_not_captured(chunk), get_model_config(chunk), decoder_block(chunk)
     if reason is None:
         return [Whole(chunk)], None
-    if reason not in reasons_of_experts(config, block):
+    if reason not in reasons_of_experts(config):
         return [], reason
     if config.recompute_granularity is not None:
         return [], f"{reason}; and parts of layers are recomputed"
@@ -278,20 +283,16 @@ def why_not_captured(chunk: torch.nn.Module) -> str | None:
         "cuda_graph_impl captures them already": (config.cuda_graph_impl != "none"),
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
-        "Transformer Engine's tensor-parallel layers have not been tried": (
-            config.tensor_model_parallel_size > 1 and _has_engine_layers(block)
-        ),
-        "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
     found = _first(reasons) or eight_bit.why_not_in_8_bit(config, block)
-    return found or _first(reasons_of_experts(config, block))
+    return found or _first(reasons_of_experts(config))
 
 
 def _first(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
+def reasons_of_experts(config: Any) -> dict[str, bool]:
     """The reasons why experts cannot be captured, and which of them hold.
 
     Experts with a padded capacity have fixed shapes, and nothing in their forward asks the device
@@ -309,13 +310,9 @@ def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
         "routers of type sinkhorn and global_aux_loss depend on numbers of the device": bool(
             balancing_of(config) & {"sinkhorn", "global_aux_loss"}
         ),
-        "noise of routers has not been tried": bool(
-            config.moe_input_jitter_eps or config.moe_router_force_load_balancing
-        ),
         "shared experts beside the dispatcher have a stream of their own": (
             config.moe_shared_expert_overlap
         ),
-        "Transformer Engine's experts have not been tried": _has_engine_layers(block),
     }
 
 
