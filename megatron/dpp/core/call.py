@@ -22,7 +22,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary, compat, padded
 from megatron.dpp.core.boundary import Boundaries, TokenCounter
 from megatron.dpp.core.cut import Cut
-from megatron.dpp.core.model import balancing_of, unusual
+from megatron.dpp.core.model import balancing_of, replays_routing, unusual
 from megatron.dpp.errors import ConfigError, Text, setting
 
 _USUAL: dict[str, object] = {
@@ -124,9 +124,8 @@ class StepCall:
 
     @property
     def replays_routing(self) -> bool:
-        """True if routers replay recorded choices, by megatron-core's setting or by verl's."""
-        names = ("moe_enable_routing_replay", "enable_routing_replay")
-        return any(getattr(self.config, name, False) for name in names)
+        """True if routers replay recorded choices."""
+        return replays_routing(self.config)
 
     def refuse_ordered(self) -> None:
         """Refuse settings whose bookkeeping needs megatron-core's own order.

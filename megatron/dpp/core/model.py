@@ -36,6 +36,17 @@ def balancing_of(config: Any) -> set[str]:
     return {kinds} if isinstance(kinds, str) else set(kinds)
 
 
+def routes_by_device(config: Any) -> bool:
+    """True if a router's way of balancing asks the device for a number."""
+    return bool(balancing_of(config) & {"sinkhorn", "global_aux_loss"})
+
+
+def replays_routing(config: Any) -> bool:
+    """True if routers replay recorded choices, by megatron-core's setting or by verl's."""
+    names = ("moe_enable_routing_replay", "enable_routing_replay")
+    return any(getattr(config, name, False) for name in names)
+
+
 def decoder_block(chunk: torch.nn.Module) -> Any:
     """A chunk's transformer block (``decoder`` of a GPT, ``encoder`` of a BERT), or None."""
     return attribute_of(chunk, "decoder", "encoder")

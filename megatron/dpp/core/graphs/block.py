@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ class _Graphs:
         self.options = {name: _blank(value) for name, value in options.items()}
         self._copied: dict[str, tuple[torch.Tensor, int]] = {}
         self._aliases = owner.aliases()
-        self._live: torch.Tensor | None = None
+        self._live: tuple[torch.Tensor, ...] = ()
         self._begun: dict[str, torch.Tensor] = {}
         self._deferred: dict[int, list[DeferredWork]] = {}
         self._added: Additions
@@ -83,10 +83,11 @@ class _Graphs:
         recomputable = self._draws.handed_out() if self._draws else contextlib.nullcontext()
         with self._owner.using(self._aliases), recomputable:
             self._live = self._owner.run(self._input, self.options)
-        self._output.copy_(self._live.detach())
+        self._output.copy_(self._live[0].detach())
+        self._more = [output.detach() for output in self._live[1:]]  # kept: of this pool
+        self._more_gradients = [torch.empty_like(output) for output in self._more]
 
     def _run_backward(self) -> None:
-        assert self._live is not None
         owner = self._owner
         self._added = owner.reductions.additions()
         with contextlib.ExitStack() as around:
@@ -100,8 +101,10 @@ class _Graphs:
                 )
                 around.callback(hook.remove)
             # Not autograd.grad, which recomputation refuses.
-            torch.autograd.backward(self._live, self._grad_output)
-        self._live = None
+            pairs = zip(self._live, [self._grad_output, *self._more_gradients], strict=True)
+            roots, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+            torch.autograd.backward(roots, gradients)
+        self._live = ()
         self._grad_input.copy_(_taken(self._input))
 
     def _add(self, number: int, alias: Any) -> None:
@@ -117,8 +120,8 @@ class _Graphs:
             work.compute()
 
     @torch.no_grad()
-    def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-        """Replay F. The result is the slot's buffer, valid until the microbatch's backward."""
+    def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Replay F. The results are the slot's buffers, valid until the microbatch's backward."""
         self._input.copy_(hidden)
         for (name, value), (_, own) in zip(_leaves(options), _leaves(self.options), strict=True):
             if isinstance(value, torch.Tensor):
@@ -127,7 +130,7 @@ class _Graphs:
         rng = self._owner.rng
         with rng.replaying() if rng else contextlib.nullcontext():
             self._forward.replay()
-        return self._output.detach()
+        return self._output.detach(), *(output.detach() for output in self._more)
 
     def _copy_option(self, name: str, value: torch.Tensor, own: torch.Tensor) -> None:
         """Copy an argument in; a constant one (rotary embeddings) is copied once."""
@@ -137,9 +140,12 @@ class _Graphs:
             self._copied[name] = (value, value._version)
 
     @torch.no_grad()
-    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Replay B. The result is a copy, as it may be sent after the buffer is used again."""
-        self._grad_output.copy_(gradient)
+        for own, gradient in zip(
+            [self._grad_output, *self._more_gradients], gradients, strict=True
+        ):
+            own.copy_(gradient)
         if self._draws:
             self._draws.rewind(self._begun)
         self._backward.replay()
@@ -178,18 +184,18 @@ class _WeightReplay(DeferredWork):
 
 
 class _Replay(torch.autograd.Function):
-    """A block's forward and backward, replayed."""
+    """A part's forward and backward, replayed."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, graphs: _Graphs, options: Mapping[str, Any]
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         ctx.graphs = graphs
         return graphs.forward(hidden, options)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.graphs.backward(gradient), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.graphs.backward(gradients), None, None
 
 
 class GraphedBlock:
@@ -217,7 +223,7 @@ class GraphedBlock:
         self._recomputes = bool(get_model_config(chunk).recompute_granularity)
         self._recomputed: dict[torch.Size, RecomputedDraws] = {}
         self.store, self.capture, self._say = store, capture, say
-        self.parameters = [p for p in part.modules.parameters() if p.requires_grad]
+        self.parameters: list[Any] = [p for p in part.modules.parameters() if p.requires_grad]
         self.reductions = Reductions(chunk, self.parameters)
         self._pools: Pools | None = None
         self._signatures: dict[int, list[Any]] = {}
@@ -260,12 +266,14 @@ class GraphedBlock:
         used = itertools.chain(self.part.modules.parameters(), self.part.modules.buffers())
         return [tensor.data_ptr() for each in used for tensor in tensors_of(each)]
 
-    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Run the part's own forward."""
-        output = self.part.run(hidden, options)
-        if not isinstance(output, torch.Tensor) or not alike(output, hidden):
-            raise TypeError("its output is no tensor of its input's shape and dtype")
-        return output
+        outputs = self.part.run(hidden, options)
+        if not all(isinstance(each, torch.Tensor) for each in outputs):
+            raise TypeError("an output is no tensor")
+        if not alike(outputs[0], hidden):
+            raise TypeError("its output is not of its input's shape and dtype")
+        return outputs
 
     def aliases(self) -> list[torch.nn.Parameter]:
         """Parameters over the same memory, to compute with while capturing.

@@ -1,7 +1,8 @@
-"""The parts of a model chunk that can be captured: its whole block, or the attention of each layer.
+"""The parts of a model chunk that can be captured: its whole block, or of each layer what is before
+its experts.
 
-Experts take as many tokens as the router sends them, so their kernels cannot be captured. What is
-before them in a layer can: the norm, the attention and the addition to the residual.
+Experts take as many tokens as the router sends them, so their kernels cannot be captured. The
+attention with its norm and residual, the norm behind it and the router can.
 """
 
 from __future__ import annotations
@@ -9,22 +10,25 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.dpp.core.model import decoder_block
+from megatron.dpp.core.model import decoder_block, replays_routing, routes_by_device
 from megatron.dpp.core.wgrad.own_way import is_written_in, why_eager
 
 ATTEND = "_forward_attention"
 """The method of a layer that runs what is before its MLP."""
-_OF_EXPERTS = {"pre_mlp_layernorm", "mlp", "mlp_bda"}
-"""Submodules of a layer that run behind its attention."""
+_ROUTES = ("forward", "routing", "gating")
+_NORM = "pre_mlp_layernorm"
 
 
 class Part(abc.ABC):
-    """A function of hidden states, [s, b, h] -> [s, b, h], that a chunk calls.
+    """A function of hidden states [s, b, h] that a chunk calls. Of its outputs the first is like
+    the input.
 
     Args:
         chunk: the model chunk.
@@ -51,11 +55,12 @@ class Part(abc.ABC):
         """The input of a call with these arguments."""
 
     @abc.abstractmethod
-    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> Any:
-        """Run the function with another input; returns its output."""
+    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Run the function with another input; returns its outputs."""
 
-    def answer(self, output: torch.Tensor) -> Any:
-        """The result of a call whose output is this."""
+    def answer(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """The result of a call whose outputs are these."""
+        (output,) = outputs
         return output
 
     @property
@@ -108,11 +113,11 @@ class Whole(Part):
         block = self._owner
         return options["hidden_states"] if block.pre_process else block.input_tensor
 
-    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> Any:
+    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, ...]:
         block, given = self._owner, self._owner.input_tensor
         block.input_tensor = hidden
         try:
-            return self.original(hidden_states=hidden if block.pre_process else None, **options)
+            return (self.original(hidden_states=hidden if block.pre_process else None, **options),)
         finally:
             block.input_tensor = given
 
@@ -120,31 +125,77 @@ class Whole(Part):
         return block is self._owner
 
 
-class Attention(Part):
-    """The attention of a layer, with its norm and residual."""
+class BeforeExperts(Part):
+    """The part of a layer before its experts: attention, norms, residual and router.
+
+    The layer then asks its norm and its router for what was computed here. Without a router that
+    can be captured it is the attention alone.
+    """
 
     def __init__(self, chunk: torch.nn.Module, number: int) -> None:
         layer = decoder_block(chunk).layers[number]
-        own = {name: part for name, part in layer.named_children() if name not in _OF_EXPERTS}
+        own = {name: part for name, part in layer.named_children() if "mlp" not in name}
+        self._asked: list[Any] = []
+        self._computed: dict[Any, tuple[torch.Tensor, Any]] = {}
+        """What was computed of which input, by the module that will be asked for it."""
+        if can_route(layer):
+            self._asked = [getattr(layer, _NORM), layer.mlp.router]
+            own |= {_NORM: self._asked[0], "router": self._asked[1]}
         super().__init__(chunk, layer, ATTEND, torch.nn.ModuleDict(own), (number,))
         self.modules.training = layer.training
 
     def hidden_of(self, options: Mapping[str, Any]) -> Any:
         return options["hidden_states"]
 
-    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> Any:
+    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, ...]:
         output, context = self.original(hidden_states=hidden, **options)
-        return output if context is None else None
+        packed = options.get("packed_seq_params")
+        if context is not None or options.get("padding_mask") is not None:
+            raise TypeError("its layers take a context or a mask of padding")
+        if getattr(packed, "tokens_per_sample", None) is not None:
+            raise TypeError("its router takes packed rows apart")
+        if not self._asked:
+            return (output,)
+        norm, routes = self._asked
+        normed = norm(output)
+        return output, normed, *routes(normed)
 
-    def answer(self, output: torch.Tensor) -> Any:
+    def answer(self, outputs: Sequence[torch.Tensor]) -> Any:
+        output, *more = outputs
+        if more:
+            normed, *routed = more
+            computed = (output, normed), (normed, tuple(routed))
+            self._computed = dict(zip(self._asked, computed, strict=True))
         return output, None
+
+    def bind(self, call: Callable[..., Any] | None) -> None:
+        super().bind(call)
+        for module in self._asked:
+            if call is not None:
+                module.forward = partial(self._ask, module, module.forward)
+            else:
+                del module.forward
+
+    def _ask(self, module: Any, forward: Callable[..., Any], given: Any, *more: Any) -> Any:
+        """Hand out what was computed."""
+        if module not in self._computed:
+            return forward(given, *more)
+        known, found = self._computed.pop(module)
+        if known is not given or any(each is not None for each in more):
+            raise RuntimeError(
+                f"{type(module).__name__} of a layer gets another input than in the layer's graph"
+            )
+        return found
 
     def is_there(self, block: Any) -> bool:
         return any(layer is self._owner for layer in block.layers)
 
     def why_eager(self) -> str | None:
-        if ATTEND in vars(self._owner) or not has_own_attention(self._owner):
-            return f"{type(self._owner).__name__}.{ATTEND} was replaced"
+        layer = self._owner
+        if ATTEND in vars(layer) or not has_own_attention(layer):
+            return f"{type(layer).__name__}.{ATTEND} was replaced"
+        if self._asked and not can_route(layer):
+            return f"{type(layer.mlp.router).__name__} was changed"
         return super().why_eager()
 
 
@@ -152,3 +203,17 @@ def has_own_attention(layer: Any) -> bool:
     """True if a layer calls megatron-core's own function for its attention."""
     function, home = getattr(type(layer), ATTEND, None), sys.modules[TransformerLayer.__module__]
     return function is getattr(TransformerLayer, ATTEND) and is_written_in(function, home)
+
+
+def can_route(layer: Any) -> bool:
+    """True if a layer's router is megatron-core's own, with nothing in it that asks the device for
+    a number or replays what was recorded.
+    """
+    config, found = layer.config, getattr(layer.mlp, "router", None)
+    odd = replays_routing(config) or getattr(config, "mlp_chunks_for_training", 1) != 1
+    if type(found) is not router.TopKRouter or odd or routes_by_device(config):
+        return False
+    return all(
+        is_written_in(getattr(router.TopKRouter, name), router) and name not in vars(found)
+        for name in _ROUTES
+    )

@@ -29,9 +29,9 @@ from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.core.graphs import eight_bit
 from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import Capture, CapturedRng, cuda_capture
-from megatron.dpp.core.graphs.parts import ATTEND, Attention, Part, Whole, has_own_attention
+from megatron.dpp.core.graphs.parts import ATTEND, BeforeExperts, Part, Whole, has_own_attention
 from megatron.dpp.core.graphs.pools import Pools
-from megatron.dpp.core.model import balancing_of, decoder_block
+from megatron.dpp.core.model import decoder_block, routes_by_device
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import Text
@@ -96,13 +96,13 @@ class ChunkGraphs:
                     GraphedBlock(chunk, part, store, capture, rng if draws else None, say)
                 )
             if reason is not None:
-                say(f"{'replays its attention alone' if parts else _EAGER}: {reason}")
+                say(f"{'replays what is before experts alone' if parts else _EAGER}: {reason}")
         self.inspect()
 
     @property
     def awaits_size(self) -> bool:
         """True until :meth:`keep_size` is called, if whole chunks may be captured. Slots of
-        attention count as it does without graphs.
+        parts of layers count as their activations do without graphs.
         """
         whole = any(isinstance(block.part, Whole) for block in self._blocks)
         return whole and not self._slot_bytes
@@ -213,7 +213,7 @@ class ChunkGraphs:
         rows, kind = {slot.rows for slot in made}, "chunk activations"
         size = f"{self._pools[0].slot_bytes() / (1 << 20):.0f} MiB"
         if not isinstance(self._blocks[0].part, Whole):
-            kind = "activations of attention"
+            kind = "activations before experts"
         if len(rows) > 1:
             total = sum(slot.num_bytes for slot in made)
             size = f"{len(rows)} lengths, {total / (1 << 20):.0f} MiB together"
@@ -265,7 +265,7 @@ def parts_of(chunk: torch.nn.Module) -> tuple[list[Part], str | None]:
         return [], f"{reason}; and parts of layers are recomputed"
     if not all(map(has_own_attention, block.layers)):
         return [], f"{reason}; and layers have another {ATTEND}"
-    return [Attention(chunk, number) for number in range(len(block.layers))], reason
+    return [BeforeExperts(chunk, number) for number in range(len(block.layers))], reason
 
 
 def why_not_captured(chunk: torch.nn.Module) -> str | None:
@@ -307,8 +307,8 @@ def reasons_of_experts(config: Any) -> dict[str, bool]:
         "only the dispatcher alltoall keeps the numbers of tokens off the device": (
             config.moe_token_dispatcher_type != "alltoall"
         ),
-        "routers of type sinkhorn and global_aux_loss depend on numbers of the device": bool(
-            balancing_of(config) & {"sinkhorn", "global_aux_loss"}
+        "routers of type sinkhorn and global_aux_loss depend on numbers of the device": (
+            routes_by_device(config)
         ),
         "shared experts beside the dispatcher have a stream of their own": (
             config.moe_shared_expert_overlap
