@@ -32,7 +32,12 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_with(**settings: Any) -> TransformerConfig:
     made = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, cuda_graph_scope=[]
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        cuda_graph_scope=[],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
     )
     for name, value in settings.items():
         assert hasattr(made, name)
@@ -65,6 +70,12 @@ def config_with(**settings: Any) -> TransformerConfig:
             TENSORWISE
             | {"recompute_granularity": "full", "disable_parameter_transpose_cache": True},
             None,
+        ),
+        (
+            TENSORWISE
+            | {"recompute_granularity": "full", "disable_parameter_transpose_cache": True}
+            | {"hidden_dropout": 0.1},
+            "draws again what it dropped",
         ),
         (TENSORWISE | {"quant_recipe": object()}, "recipes of their own"),
         ({"use_kitchen": True}, "recipes of their own"),

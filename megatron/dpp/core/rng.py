@@ -129,10 +129,14 @@ def line(*, seeds: bool, named: bool) -> str:
 
 
 def needs_task_rng(model: list[torch.nn.Module], *, forward_only: bool = False) -> bool:
-    """True if a forward of this model draws random numbers: by dropout in training, by routers in
+    """True if a forward of this model draws random numbers."""
+    return draws_numbers(get_model_config(model[0]), forward_only=forward_only)
+
+
+def draws_numbers(config: Any, *, forward_only: bool = False) -> bool:
+    """True if a model of this config draws random numbers: by dropout in training, by routers in
     evaluation too.
     """
-    config = get_model_config(model[0])
     drops_out = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
     return bool(
         (drops_out and not forward_only)

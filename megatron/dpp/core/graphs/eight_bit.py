@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import EIGHT_BIT_RECIPES
+from megatron.dpp.core.rng import draws_numbers
 
 _WITHOUT_WEIGHTS = {"core_attn", "layernorm", "moe_act"}
 """Modules whose recomputation runs no layer with 8-bit weights."""
@@ -157,6 +158,8 @@ def why_not_in_8_bit(config: Any, block: torch.nn.Module) -> str | None:
     if again := _recomputed(config):
         if config.fp8_recipe == "delayed":
             return f"{again} takes delayed scales from the host's queue of microbatches"
+        if draws_numbers(config):
+            return f"{again} draws again what it dropped, by states that no graph can restore"
         if not config.disable_parameter_transpose_cache:
             # The forward without gradients drops their transposes, and B's makes new weights.
             return f"{again} moves their 8-bit weights in each task"
