@@ -19,6 +19,7 @@ _DEFAULTS: Mapping[str, object] = {
     "dpp_head_in_forward": "auto",
     "dpp_policy": "auto",
     "dpp_split_backward": "auto",
+    "fp8_recipe": "delayed",
     "hidden_dropout": 0.1,
     "moe_router_topk": 2,
     "normalization": "LayerNorm",
@@ -178,16 +179,13 @@ def _graphs(given: Given, shape: RunShape) -> str:
     """CUDA graphs of Megatron's own or ours; ``off`` where chunks cannot be captured."""
     if given.word("cuda_graph_impl") not in ("", "none"):
         return "on"
-    odd = shape.tensor > 1 or shape.model.seq_length % ENGINE_ROWS
-    recipe = given.word("fp8_recipe") in EIGHT_BIT_RECIPES and not given.on("fp8_param_gather")
     obstacles = (
         given.on("overlap_param_gather"),
         shape.shard in ("gradients", "parameters"),
-        shape.context > 1,
         shape.model.experts,
         given.is_cut,
-        shape.engine and odd,
-        given.on("fp8_format") and not recipe,
+        shape.engine and shape.model.seq_length % ENGINE_ROWS,
+        given.on("fp8_format") and given.word("fp8_recipe") not in EIGHT_BIT_RECIPES,
     )
     asked = given.word("dpp_cuda_graphs")
     never = asked == "auto" and (not given.on("use_dpp") or shape.recompute == "full")
