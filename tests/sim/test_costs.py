@@ -18,7 +18,6 @@ from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import condition_costs, rank_forward, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, parse_lengths
-from megatron.dpp.sim.measured import MeasuredCosts
 from megatron.dpp.sim.schedules import (
     FixedOrder,
     ScheduleConfig,
@@ -322,19 +321,6 @@ def test_each_chunk_of_a_replay_has_as_many_pieces_as_it_was_recorded_with():
     ]  # fmt: skip
     costs = even_costs(2, 1, times=(1.0, 2.0, 4.0))
     assert replay([order], costs, 2) == 2 * (1.0 + 2.0 + 4.0)
-
-
-# Cost files ---------------------------------------------------------------------------------------
-
-
-def test_a_cost_file_gives_draws_of_its_samples():
-    found = MeasuredCosts(2, 1, [([1.0, 3.0], [2.0], [])] * 2, [[0.5]])
-    assert not found.split and found.shape(7) == Shape(2, 1, 7)
-    costs = found.costs(50, random.Random(0))
-    drawn = costs.durations[Kind.F]
-    assert {time for row in drawn for time in row} == {1.0, 3.0} and drawn[0] != drawn[1]
-    assert costs.durations[1:] == ([[2.0] * 50] * 2, [[0.0] * 50] * 2)
-    assert costs.hops == [Hop(0.25, 0.25)]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
