@@ -245,8 +245,6 @@ def test_transients_take_about_a_fifth_of_the_time_until_any_schedule_ends(name)
 
 def test_costs_of_lengths_are_in_forwards_of_the_mean_microbatch():
     costs = LengthCosts(per_square=(0.5, 1.0, 0.0))
-    assert costs.time(Kind.B, [2, 3]) == 5 + 1.0 * 13
-    assert costs.total([2]) == (2 + 2) + (2 + 4) + 2
     found = costs.of_works([(2, 4), (4, 16)], 2, 3, hop=0.5)
     mean = ((2 + 2) + (4 + 8)) / 2
     assert found.durations[Kind.F] == [[4 / mean / 3, 12 / mean / 3]] * 6
