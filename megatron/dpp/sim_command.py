@@ -88,7 +88,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--chunks", type=count, default=2, metavar="V", help="model chunks per rank (default 2)")
     add("--microbatches", type=_from(1, _MOST_TASKS, int), metavar="M",
         help="default 8, or a list's")  # fmt: skip
-    add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
     add("--svg", metavar="FILE", help="draw the first seed as SVG")
     add = parser.add_argument_group("schedule").add_argument
@@ -102,9 +101,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     text = "W apart from B: auto, on, off, stock:N"
     add("--split-backward", type=_backward_word, metavar="WORD", help=text)
     add("--w-pieces", type=count, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
-    text = "share that a B frees (default 0)"
-    add("--beta", type=_from(0, 1), default=0.0, metavar="X", help=text)
-    add("--lead", type=time, default=0.0, metavar="T", help="choose T before a task ends (0)")
     add = parser.add_argument_group("costs and what varies, applied in this order").add_argument
     add("--condition", choices=list(CONDITIONS), metavar="NAME", help=", ".join(CONDITIONS))
     add("--overhead", type=time, metavar="T", help="host time after a task (0 chunk forwards)")
@@ -253,8 +249,7 @@ def _run(args: argparse.Namespace) -> int:
     lengths = _Lengths.parse(args.lengths, args.longest)
     number = args.microbatches or lengths.count or 8
     shape = Shape(args.pp, args.chunks, number)
-    group, tasks = args.group, shape.num_stages * number
-    require(group is None or group >= shape.num_ranks, f"--group {group}: must be at least --pp")
+    tasks = shape.num_stages * number
     require(tasks <= _MOST_TASKS, f"{tasks:,} forwards; at most {_MOST_TASKS:,} are simulated")
     if args.condition and lengths.source:
         raise ConfigError("--condition and --lengths of tokens: give one of them")
@@ -271,7 +266,7 @@ def _run(args: argparse.Namespace) -> int:
             results[name].append(run(drawn, costs))
     _print_results(dataclasses.replace(shape, largest=lengths.longest), results)
     if args.compare:
-        _print_parts(arms.Arms(shape.num_chunks, _config(args), args.lead), results)
+        _print_parts(arms.Arms(shape.num_chunks, _config(args)), results)
     _show(args, results)
     return 0
 
@@ -290,7 +285,7 @@ def _runs(args: argparse.Namespace, shape: Shape, *, unlike: bool) -> dict[str, 
     asked = {name: _runner(name, args) for name in args.policy or ["dynamic"]}
     if not args.compare:
         return asked
-    chosen = arms.Arms(shape.num_chunks, _config(args), args.lead)
+    chosen = arms.Arms(shape.num_chunks, _config(args))
     runs: dict[str, _Run] = {name: partial(chosen.run, name) for name in chosen.names}
     for name in (*STATIC, "earlier-dpp"):
         if name != "interleaved" or shape.num_chunks > 1:
@@ -310,13 +305,10 @@ def _in_best_order(run: _Run, climb: int, shape: Shape, costs: Costs) -> Result:
 
 def _runner(name: str, args: argparse.Namespace) -> _Run:
     if name in STATIC:
-        return partial(run_static, name, beta=args.beta, group=args.group)
-    schedule = dataclasses.replace(_config(args), policy=name)
+        return partial(run_static, name)
     if name == "earlier-dpp":  # the first ready backward, else forward; no memory limit
-        schedule = ScheduleConfig(
-            policy="depth-first", cap="none", split_backward=False, group=args.group
-        )
-    return partial(schedule.run, lead=args.lead)
+        return ScheduleConfig(policy="depth-first", cap="none", split_backward=False).run
+    return dataclasses.replace(_config(args), policy=name).run
 
 
 def _config(args: argparse.Namespace) -> ScheduleConfig:
@@ -324,9 +316,7 @@ def _config(args: argparse.Namespace) -> ScheduleConfig:
         cap=args.cap,
         split_backward=args.backward.split,
         stock=args.backward.stock,
-        beta=args.beta,
         w_pieces=args.w_pieces,
-        group=args.group,
     )
 
 
