@@ -5,7 +5,6 @@ settings that errors name (:func:`megatron.dpp.errors.said`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -179,24 +178,9 @@ def command(
 
 
 def progress_bar(total_bytes: int, **settings: Any) -> Any:
-    """A bar of ``tqdm`` over bytes; silent where standard error is no terminal, or without tqdm."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _NoBar()
+    """A bar of ``tqdm`` over bytes; silent where standard error is no terminal."""
+    from tqdm import tqdm
+
     form = "{percentage:3.0f}%|{bar:20}| {rate_fmt}, {remaining} left{postfix}"
     defaults = {"unit": "B", "unit_scale": True, "bar_format": form, "disable": None}
     return tqdm(total=total_bytes, **{**defaults, "leave": False, **settings})
-
-
-class _NoBar(contextlib.nullcontext["_NoBar"]):
-    """Takes the calls of a bar and shows nothing."""
-
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def update(self, amount: int) -> None:
-        pass
-
-    def set_postfix_str(self, text: str, *, refresh: bool) -> None:
-        pass

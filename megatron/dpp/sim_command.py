@@ -1,11 +1,8 @@
 """``megatron-dpp sim``: simulate, compare and draw schedules.
 
-    megatron-dpp sim --pp 4 --chunks 2 --microbatches 8
-    megatron-dpp sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
-    megatron-dpp sim --pp 4 --microbatches 16 --lengths packed --compare --climb 200 --seeds 10
-    megatron-dpp sim --costs costs.json --microbatches 32 --compare --svg step.svg
-
-``sim/measured.py`` describes cost files.
+megatron-dpp sim --pp 4 --chunks 2 --microbatches 8
+megatron-dpp sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
+megatron-dpp sim --pp 4 --microbatches 16 --lengths packed --compare --climb 200 --seeds 10
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from megatron.dpp.sim import arms, conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, Microbatch, parse_lengths
-from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.orders import best_order, in_order, simulated
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, ScheduleConfig, run_static
@@ -85,16 +81,13 @@ def _backward_word(text: str) -> Backward | None:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of the command."""
-    parser = new_parser(
-        prog, "Simulate pipeline schedules. Unit of time: a rank's F; s with --costs."
-    )
+    parser = new_parser(prog, "Simulate pipeline schedules. Unit of time: a rank's F.")
     count, time = _from(1, 4096, int), _from(0, 1e6)
     add = parser.add_argument
     add("--pp", type=count, default=4, metavar="P", help="pipeline ranks (default 4)")
     add("--chunks", type=count, default=2, metavar="V", help="model chunks per rank (default 2)")
     add("--microbatches", type=_from(1, _MOST_TASKS, int), metavar="M",
         help="default 8, or a list's")  # fmt: skip
-    add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
     add("--svg", metavar="FILE", help="draw the first seed as SVG")
     add = parser.add_argument_group("schedule").add_argument
@@ -108,11 +101,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     text = "W apart from B: auto, on, off, stock:N"
     add("--split-backward", type=_backward_word, metavar="WORD", help=text)
     add("--w-pieces", type=count, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
-    text = "share that a B frees (default 0)"
-    add("--beta", type=_from(0, 1), default=0.0, metavar="X", help=text)
-    add("--lead", type=time, default=0.0, metavar="T", help="choose T before a task ends (0)")
     add = parser.add_argument_group("costs and what varies, applied in this order").add_argument
-    add("--costs", metavar="FILE", help="measured costs; they set --pp and --chunks")
     add("--condition", choices=list(CONDITIONS), metavar="NAME", help=", ".join(CONDITIONS))
     add("--overhead", type=time, metavar="T", help="host time after a task (0 chunk forwards)")
     add("--hop", type=time, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
@@ -257,55 +246,32 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -
 
 
 def _run(args: argparse.Namespace) -> int:
-    measured = load_costs(args.costs) if args.costs else None
     lengths = _Lengths.parse(args.lengths, args.longest)
     number = args.microbatches or lengths.count or 8
-    shape = measured.shape(number) if measured else Shape(args.pp, args.chunks, number)
-    group, tasks = args.group, shape.num_stages * number
-    require(group is None or group >= shape.num_ranks, f"--group {group}: must be at least --pp")
+    shape = Shape(args.pp, args.chunks, number)
+    tasks = shape.num_stages * number
     require(tasks <= _MOST_TASKS, f"{tasks:,} forwards; at most {_MOST_TASKS:,} are simulated")
-    if sum(map(bool, (measured, args.condition, lengths.source))) > 1:
-        raise ConfigError("--costs, --condition and --lengths of tokens: give one of them")
+    if args.condition and lengths.source:
+        raise ConfigError("--condition and --lengths of tokens: give one of them")
     if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, number)).needs_measuring:
         raise ConfigError(f"--cap {args.cap}: expected no bytes; an activation's size is not known")
-    args.backward = _backward(args, measured)
+    args.backward = args.split_backward or Backward()  # auto splits them
     change = chain(*_changes(args, shape, lengths.sigma))
-    runs = _runs(args, shape, measured, unlike=lengths.source is not None)
+    runs = _runs(args, shape, unlike=lengths.source is not None)
     results: dict[str, list[Result]] = {name: [] for name in runs}
     for seed in range(args.seed, args.seed + args.seeds):
         drawn, works = lengths.drawn(shape, seed)
-        costs = change(
-            _base(args, drawn, measured, works, seed), drawn, random.Random(f"change {seed}")
-        )
+        costs = change(_base(args, drawn, works, seed), drawn, random.Random(f"change {seed}"))
         for name, run in runs.items():
             results[name].append(run(drawn, costs))
-    unit = "s" if measured else ""
-    _print_results(dataclasses.replace(shape, largest=lengths.longest), results, unit)
+    _print_results(dataclasses.replace(shape, largest=lengths.longest), results)
     if args.compare:
-        _print_parts(arms.Arms(shape.num_chunks, _config(args), args.lead), results)
-    _show(args, results, unit)
+        _print_parts(arms.Arms(shape.num_chunks, _config(args)), results)
+    _show(args, results)
     return 0
 
 
-def _backward(args: argparse.Namespace, measured: MeasuredCosts | None) -> Backward:
-    """The way of backwards; ``auto`` splits them where it can."""
-    given: Backward | None = args.split_backward
-    if measured and not measured.split:
-        if given is not None and given.split:
-            raise ConfigError(f"{args.costs} has no W times; take --split-backward off")
-        return Backward(split=False)
-    return given or Backward()
-
-
-def _base(
-    args: argparse.Namespace,
-    shape: Shape,
-    measured: MeasuredCosts | None,
-    works: list[tuple[int, int]],
-    seed: int,
-) -> Costs:
-    if measured:
-        return measured.costs(shape.num_microbatches, random.Random(f"samples {seed}"))
+def _base(args: argparse.Namespace, shape: Shape, works: list[tuple[int, int]], seed: int) -> Costs:
     if args.condition:
         return condition_costs(args.condition, shape, seed)
     if works:
@@ -314,18 +280,15 @@ def _base(
     return uniform(shape, args.hop)
 
 
-def _runs(
-    args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None, *, unlike: bool
-) -> dict[str, _Run]:
+def _runs(args: argparse.Namespace, shape: Shape, *, unlike: bool) -> dict[str, _Run]:
     """The simulated schedules by name, those of ``--policy`` last."""
     asked = {name: _runner(name, args) for name in args.policy or ["dynamic"]}
     if not args.compare:
         return asked
-    chosen = arms.Arms(shape.num_chunks, _config(args), args.lead)
+    chosen = arms.Arms(shape.num_chunks, _config(args))
     runs: dict[str, _Run] = {name: partial(chosen.run, name) for name in chosen.names}
     for name in (*STATIC, "earlier-dpp"):
-        needs_weights = name == "zb-h1" and measured and not measured.split
-        if not needs_weights and not (name == "interleaved" and shape.num_chunks == 1):
+        if name != "interleaved" or shape.num_chunks > 1:
             runs.setdefault(name, _runner(name, args))
     if unlike:
         names = [chosen.static, *([arms.MEGATRON_W] if args.backward.split else []), arms.DYNAMIC]
@@ -342,13 +305,10 @@ def _in_best_order(run: _Run, climb: int, shape: Shape, costs: Costs) -> Result:
 
 def _runner(name: str, args: argparse.Namespace) -> _Run:
     if name in STATIC:
-        return partial(run_static, name, beta=args.beta, group=args.group)
-    schedule = dataclasses.replace(_config(args), policy=name)
+        return partial(run_static, name)
     if name == "earlier-dpp":  # the first ready backward, else forward; no memory limit
-        schedule = ScheduleConfig(
-            policy="depth-first", cap="none", split_backward=False, group=args.group
-        )
-    return partial(schedule.run, lead=args.lead)
+        return ScheduleConfig(policy="depth-first", cap="none", split_backward=False).run
+    return dataclasses.replace(_config(args), policy=name).run
 
 
 def _config(args: argparse.Namespace) -> ScheduleConfig:
@@ -356,9 +316,7 @@ def _config(args: argparse.Namespace) -> ScheduleConfig:
         cap=args.cap,
         split_backward=args.backward.split,
         stock=args.backward.stock,
-        beta=args.beta,
         w_pieces=args.w_pieces,
-        group=args.group,
     )
 
 
@@ -369,7 +327,7 @@ def _mean(runs: Sequence[Result]) -> float:
     return statistics.fmean(run.makespan for run in runs)
 
 
-def _print_results(shape: Shape, results: Mapping[str, Sequence[Result]], unit: str) -> None:
+def _print_results(shape: Shape, results: Mapping[str, Sequence[Result]]) -> None:
     """Print a row per schedule."""
     seeds = max(map(len, results.values()), default=0)
     print(
@@ -382,7 +340,7 @@ def _print_results(shape: Shape, results: Mapping[str, Sequence[Result]], unit: 
         peaks = [held / chunks for held in runs[0].peak_held]
         shown = " ".join(f"{peak:.3g}" for peak in peaks[:16]) + (" ..." if peaks[16:] else "")
         ratio = statistics.fmean(run.ratio for run in runs)
-        print(f"{name:32s} {_mean(runs):9.4g}{unit or ' '} {ratio:7.3f} {max(peaks):6.3g}  {shown}")
+        print(f"{name:32s} {_mean(runs):9.4g}  {ratio:7.3f} {max(peaks):6.3g}  {shown}")
     of = " of the longest microbatch" if shape.largest else ""
     print(f"ratio: makespan / the busiest rank's own work; peak: whole ranks' activations{of} held")
 
@@ -403,7 +361,7 @@ def _print_parts(chosen: arms.Arms, results: Mapping[str, Sequence[Result]]) -> 
     )
 
 
-def _show(args: argparse.Namespace, results: dict[str, list[Result]], unit: str) -> None:
+def _show(args: argparse.Namespace, results: dict[str, list[Result]]) -> None:
     """Print grids, and draw."""
     for name, runs in results.items():
         grid = format_grid(runs[0].slots)
@@ -412,7 +370,7 @@ def _show(args: argparse.Namespace, results: dict[str, list[Result]], unit: str)
             print(f"\n{name}\n{grid}")
     if args.svg:
         try:
-            draw({name: runs[0] for name, runs in results.items()}, unit).write(Path(args.svg))
+            draw({name: runs[0] for name, runs in results.items()}).write(Path(args.svg))
         except OSError as error:
             raise ConfigError(f"--svg {args.svg}: {error.strerror}") from error
         print(f"drawn: {args.svg}")

@@ -24,7 +24,6 @@ from megatron.dpp.files.index_files import check_index, read_lengths
 from megatron.dpp.report.reader import read_events, read_header
 from megatron.dpp.report.run_files import read_metrics, read_state
 from megatron.dpp.schedule.recording import Recording
-from megatron.dpp.sim.measured import load_costs
 from megatron.dpp_train.hf.folder import read_model
 from megatron.dpp_train.text_files import read_json
 
@@ -58,11 +57,6 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-_STAGE = {"F": [1.0], "B": [1.0], "W": [0.0]}
-_TIMES = {
-    "format": "dpp-costs", "version": 1, "num_ranks": 1, "num_chunks": 1, "stages": [_STAGE],
-    "hops": [],
-}  # fmt: skip
 _HEADER = {
     "name": "megatron-dpp-trace", "ph": "M", "pid": 0, "tid": 0, "ts": 0,
     "args": {
@@ -80,10 +74,6 @@ SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object
     "corpus.idx": (
         {"corpus.idx": _index, "corpus.bin": lambda: bytes(20)},
         lambda folder: (check_index(str(folder / "corpus")), read_lengths(str(folder / "corpus"))),
-    ),
-    "times.json": (
-        {"times.json": lambda: _json(_TIMES)},
-        lambda folder: load_costs(folder / "times.json"),
     ),
     "order.rank0": (
         {"order.rank0": lambda: b'{"format": "dpp-schedule", "version": 1}\n{"iteration": 0}\n'},

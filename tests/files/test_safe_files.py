@@ -25,7 +25,6 @@ from megatron.dpp.report.reader import read_header
 from megatron.dpp.report.run_files import write_state
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.recording import DecisionRecorder, Recording
-from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace import TraceLayout, open_recorder
 from megatron.dpp_train.text_files import read_json, read_text
 
@@ -83,7 +82,6 @@ READ: dict[str, Callable[[Path], object]] = {
     "text": read_text,
     "json": read_json,
     "corpus.idx": lambda path: read_lengths(str(path.with_suffix(""))),
-    "costs": load_costs,
     "trace": read_header,
     "order.rank0": lambda path: Recording.load(str(path.with_suffix("")), 0),
 }

@@ -12,7 +12,6 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp.files import strict_json
 from megatron.dpp.schedule.recording import Recording
-from megatron.dpp.sim.measured import load_costs
 from megatron.dpp_train.text_files import read_json
 
 
@@ -34,7 +33,6 @@ def test_a_key_that_stands_twice_is_found_among_many() -> None:
     ("name", "read"),
     [
         ("tape.rank0", lambda path: Recording.load(str(path.with_suffix("")), 0)),
-        ("measured.json", load_costs),
         ("text.json", read_json),
     ],
 )

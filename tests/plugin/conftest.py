@@ -48,7 +48,7 @@ def static_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Sizes and keywords of the calls of megatron-core's own schedules."""
     calls: list[tuple[Any, ...]] = []
 
-    def fetch(pp_size: Any = None, vp_size: Any = None) -> Any:
+    def fetch(pp_size: Any = None, vp_size: Any = None, schedule_pg_collection: Any = None) -> Any:
         return lambda **given: calls.append((pp_size, vp_size, given)) or ["static"]
 
     from megatron.core import pipeline_parallel

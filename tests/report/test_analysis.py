@@ -36,14 +36,12 @@ from megatron.dpp.report.analysis.times import (
 from megatron.dpp.report.reader import TraceFile, open_run, read_events
 from megatron.dpp.report.whatif import (
     WhatIf,
-    cost_file,
     hop_delay,
     predict_all,
     recorded_runs,
     removal,
     schedule_of,
 )
-from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace.schema import IdleCause
 from tests.report.injected import CAUSES, analysed, culprit_of, inject
 from tests.report.synthetic import Run
@@ -191,16 +189,6 @@ def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
     )
     report.what_if = [dataclasses.replace(heavy, name="without slow-rank (stage 1 (rank 1))")]
     assert sentences(report)[-1].endswith("17.4 % of an iteration.")
-
-
-def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):
-    runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps(cost_file(runs)))
-    costs = load_costs(path)
-    assert (costs.num_ranks, costs.num_chunks, costs.split) == (4, 2, True)
-    assert costs.tasks[3][0][0] == pytest.approx(0.005, rel=0.1)
-    assert costs.tasks[3][0][0] == runs[0].tasks[0, 3, 0] + runs[0].overhead[3] > 0.005
 
 
 def test_a_sliced_run_counts_its_microbatches(tmp_path):

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.dpp.errors import DataError
 from megatron.dpp.report import aggregate_command, monitor_command, report_command
 from megatron.dpp.report.reader import open_run
 from megatron.dpp.report.run_files import read_state, read_training, write_state
@@ -113,14 +112,3 @@ def test_of_two_runs_the_killed_one_has_failed_and_the_other_goes_on(tmp_path, c
         for child in children:
             child.kill()
             child.communicate()
-
-
-def test_two_runs_do_not_write_one_trace(tmp_path):
-    layout = TraceLayout(
-        data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1
-    )  # fmt: skip
-    with (
-        open_recorder(tmp_path, rank=0, layout=layout),
-        pytest.raises(DataError, match=f"{layout.path(tmp_path)}: .*process"),
-    ):
-        open_recorder(tmp_path, rank=0, layout=layout)

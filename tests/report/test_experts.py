@@ -37,7 +37,7 @@ def run_of(most: int, replicas: int = 2) -> Run:
 
 def reported(directory: Path) -> Report:
     parser = build_parser("report")
-    return build_report(parser.parse_args(["--benchmark_dir", str(directory)]), live=True)[0]
+    return build_report(parser.parse_args(["--benchmark_dir", str(directory)]), live=True)
 
 
 def words(report: Report) -> str:

@@ -88,18 +88,11 @@ def test_any_condition_ends_within_the_cap_and_in_order(condition, numbers, cap,
 @pytest.mark.parametrize("name", STATIC)
 def test_static_schedules_run_and_keep_their_memory(name):
     shape = Shape(4, 2, 8)
-    result = run_static(name, shape, condition_costs("unif", shape, 0), beta=0.5)
+    result = run_static(name, shape, condition_costs("unif", shape, 0))
     chunks = 2 if name == "interleaved" else 1
     expected = {"gpipe": 8, "1f1b": 4, "interleaved": 5.5, "zb-h1": 4}[name]
     assert max(result.peak_held) / chunks == pytest.approx(expected)
     assert result.ratio > 1.0
-
-
-def test_interleaved_takes_groups_of_microbatches():
-    """Peaks by hand: 2 (p - 1 - r) + (v - 1) group + 1 chunk activations."""
-    shape = Shape(4, 2, 16)
-    result = run_static("interleaved", shape, condition_costs("unif", shape, 0), group=8)
-    assert result.peak_held == [15, 13, 11, 9]
 
 
 @pytest.mark.parametrize("p", [1, 2, 5])

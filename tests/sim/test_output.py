@@ -1,8 +1,7 @@
-"""Output of the simulator: grids, pictures, cost files, the command line."""
+"""Output of the simulator: grids, pictures, the command line."""
 
 from __future__ import annotations
 
-import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -10,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.dpp.errors import DataError
 from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.arms import parts
 from megatron.dpp.sim.costs import Shape, even_costs
-from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.sim.result import SimulatedTask, format_grid
 from megatron.dpp.sim.schedules import ScheduleConfig
 from megatron.dpp.sim_command import main
@@ -36,18 +33,7 @@ def rows(out: str) -> dict[str, list[float]]:
     """Makespan, ratio, peak and the peaks of all ranks by schedule of a printed table."""
     begin, end = out.index("schedule  "), out.index("\nratio: ")
     lines = out[begin:end].splitlines()[1:]
-    return {
-        line[:32].strip(): [float(x) for x in line[32:].replace("s ", " ").split()]
-        for line in lines
-    }
-
-
-def cost_file(tmp_path: Path, **changes: object) -> str:
-    stages = [{"F": [1.0, 1.2], "B": [1.0], "W": [0.5]} for _ in range(4)]
-    data = {"format": "dpp-costs", "version": 1, "num_ranks": 2, "num_chunks": 2}
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps(data | {"stages": stages, "hops": [[0.1]] * 3} | changes))
-    return str(path)
+    return {line[:32].strip(): [float(x) for x in line[32:].split()] for line in lines}
 
 
 def slot(kind: Kind, microbatch: int, start: float, end: float) -> SimulatedTask:
@@ -159,7 +145,6 @@ REFUSED = {
     "--pp 0": "--pp: 0: must be from 1",
     "--pp 4000 --chunks 400": "at most 1,048,576 are simulated",
     "--hop -1": "--hop: -1: must be from 0",
-    "--beta 1.5": "--beta: 1.5: must be from 0 to 1",
     "--jitter nan": "--jitter: nan: must be from 0 to 5",
     "--split-backward stock": "stock: expected auto, on, off or stock:N",
     "--lengths 7": "a sigma must be from 0 to 5",
@@ -170,7 +155,6 @@ REFUSED = {
     "--policy fastest": "error: --policy fastest",
     "--cap 0.1p": "error: --cap: 0.1p",
     "--cap 20GiB": "--cap 20GiB: expected no bytes",
-    "--group 2": "--group 2: must be at least --pp",
     "--slow-rank one": "expected a value like 1:1.5",
     "--slow-rank 4:2": "a rank of 0 .. 3",
     "--slow-link 0-2:1": "not neighbours",
@@ -186,22 +170,6 @@ def test_the_command_refuses(capsys: Capsys, words: str) -> None:
     assert REFUSED[words] in line.splitlines()[-1] and line.count("\n") <= 2
 
 
-def test_costs_from_a_file(capsys: Capsys, tmp_path: Path) -> None:
-    path = cost_file(tmp_path)
-    out = output(capsys, f"--costs {path} --microbatches 4 --no-grid --compare")
-    assert out.startswith("2 ranks x 2 chunks, microbatches: 4")
-    # A rank's own work: two chunks of four microbatches, of 1 or 1.2, 1.0 and 0.5 seconds.
-    makespan, ratio, *_ = rows(out)["dynamic"]
-    assert 2 * 4 * 2.5 <= makespan / ratio <= 2 * 4 * 2.7
-    fused = cost_file(tmp_path, stages=[{"F": [1], "B": [2], "W": []}] * 4)
-    split = output(capsys, f"--costs {fused} --split-backward on", 2)
-    assert "take --split-backward off" in split
-    assert output(capsys, f"--costs {fused}") == output(
-        capsys, f"--costs {fused} --split-backward off"
-    )
-    assert "zb-h1" not in rows(output(capsys, f"--costs {fused} --compare --no-grid"))
-
-
 def test_backwards_are_split_by_the_word(capsys: Capsys) -> None:
     """All arms of a comparison do so alike."""
 
@@ -213,24 +181,6 @@ def test_backwards_are_split_by_the_word(capsys: Capsys) -> None:
     stock, split = rows(out(f"{late} --split-backward stock:1")), rows(out(late))
     for name in ("Megatron's order + W", "dynamic, cap static", "dynamic"):
         assert stock[name] != split[name], name
-
-
-BROKEN: list[tuple[dict[str, object], str]] = [
-    ({"format": "x"}, "format"),
-    ({"version": 2}, "version 2"),
-    ({"hops": []}, "need 4 stages and 3 hops"),
-    ({"stages": [{"F": [], "B": [1], "W": []}] * 4}, "F needs 1 or more"),
-    ({"stages": [{"F": [-1], "B": [1], "W": []}] * 4}, "none negative"),
-    ({"stages": [{"B": [1], "W": []}] * 4}, "KeyError: 'F'"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BROKEN)
-def test_broken_cost_files_are_named(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        load_costs(cost_file(tmp_path, **changes))
 
 
 def test_a_picture_draws_every_task_of_every_schedule(capsys: Capsys, tmp_path: Path) -> None:

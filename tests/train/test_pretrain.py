@@ -9,14 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp.errors import DataError
-from tests.runtime.launcher import REPOSITORY
 from tests.train.runs import MODEL, train, write_corpus
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 12), reason="megatron-core has its training loop for Python 3.12 on"
 )
 DYNAMIC = "--use-dpp --dpp-strict"
-SAMPLE = REPOSITORY / "datasets_gpt"
 LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "tp2-pp2-chunks": (

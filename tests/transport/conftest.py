@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.netns import Hosts, two_hosts
 from tests.transport.kinds import fake_verbs, load_fake_verbs
 
 Trouble = Callable[[str, int], None]
@@ -30,6 +31,12 @@ def double_of_libibverbs() -> None:
     """
     if shutil.which("g++") is not None:
         fake_verbs()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as made:
+        yield made
 
 
 @pytest.fixture

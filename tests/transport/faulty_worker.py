@@ -122,17 +122,11 @@ def receiver(library: Any, slot_bytes: int) -> Any:
     return raw.start(library, 1, [raw.channel(0, slot_bytes)], ends)
 
 
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 def bytes_of_slots(library: Any) -> int:
     """Memory that two slots of 8 MiB have before anything arrives."""
-    before = resident()
+    before = raw.resident()
     made = receiver(library, 8 * MIB)
-    found = resident() - before
+    found = raw.resident() - before
     made.close()
     return found
 

@@ -279,6 +279,18 @@ def take_next(transport: Transport, channel: int, already: int) -> Any:
     return transport.take(channel)
 
 
+def until_arrived(transport: Transport) -> None:
+    """Wait for the first message of channel 0, and leave it there."""
+    while transport.poll()[0] == 0:
+        assert transport.wait(PATIENCE)
+
+
+def carries(sender: Transport, receiver: Transport, number: int = 0) -> None:
+    """Message ``number`` of channel 0 arrives."""
+    sender.put(0, torch.ones(3), iteration=0, microbatch=number)
+    assert take_next(receiver, 0, number).microbatch == number
+
+
 _KEPT: list[bool] = []
 os.register_at_fork(after_in_child=lambda: gc.freeze() if _KEPT else None)
 

@@ -163,6 +163,21 @@ def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def descriptors_and_threads() -> tuple[int, int]:
+    """Those of this process."""
+    return num_open(), len(os.listdir("/proc/self/task"))
+
+
+def leaked(before: tuple[int, int]) -> tuple[int, int]:
+    """Leaked descriptors and threads. The kernel lists a thread for a moment after its join."""
+    for _ in range(100):
+        after = descriptors_and_threads()
+        if after <= before:
+            break
+        time.sleep(0.01)
+    return after[0] - before[0], after[1] - before[1]
+
+
 def census() -> tuple[int, int]:
     """Sockets and threads of this process."""
     gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import resource
 import socket
 import struct
 import time
@@ -58,6 +59,12 @@ def credit(number: int, released: int) -> bytes:
     return note(CREDIT, struct.pack("<IIQ", number, 0, released))
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 @dataclass
 class Rank:
     """One transport, and the other ends of its connections."""
@@ -73,6 +80,11 @@ class Rank:
             index, address, size, UINT8, (size,), 0, microbatch, 0, 1, 0
         )
         return pending
+
+    def until_arrived(self, count: int = 1) -> None:
+        """Wait for a message on each channel."""
+        while sum(self.native.poll(count)) != count:
+            assert self.native.wait(PATIENCE)
 
     def take(self, index: int) -> bytes:
         """The payload of the message at the head."""

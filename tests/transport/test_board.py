@@ -21,6 +21,7 @@ from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, Version
 from megatron.dpp.transport import Transport, TransportOptions, open_transport
 from megatron.dpp.transport.base import Board
 from megatron.dpp.transport.joining import BoardHosts
+from tests.transport import raw
 from tests.transport.kinds import PATIENCE, several_hosts, until_failure
 from tests.transport.test_tcp import remembered
 
@@ -138,8 +139,7 @@ def test_no_word_is_lost_when_readers_lag_more_than_a_ring() -> None:
 
 
 def note(kind: int, *values: int) -> bytes:
-    body = struct.pack(f"<{len(values)}Q", *values)
-    return struct.pack("<HB", len(body), kind) + body
+    return raw.note(kind, struct.pack(f"<{len(values)}Q", *values))
 
 
 @pytest.mark.parametrize(

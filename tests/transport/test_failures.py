@@ -35,6 +35,7 @@ from tests.transport.kinds import (
     NIXL,
     NIXL_KIND,
     PATIENCE,
+    carries,
     fake_verbs,
     forked,
     inheritance_kept,
@@ -44,7 +45,9 @@ from tests.transport.kinds import (
     pair,
     prepared,
     take_next,
+    until_failure,
 )
+from tests.transport.meeting import descriptors_and_threads, leaked, num_open
 
 HEADER_BYTES = 144  # without the padding to whole cache lines
 
@@ -133,8 +136,7 @@ def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
             finally:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        a.put(0, torch.ones(3), iteration=0, microbatch=0)  # the parent's is unharmed
-        assert take_next(b, 0, 0).microbatch == 0
+        carries(a, b)  # the parent's is unharmed
 
 
 @pytest.mark.parametrize("kind", (*IN_PROCESS_KINDS, NIXL_KIND))
@@ -143,9 +145,7 @@ def test_a_rank_that_gives_up_says_why(kind: str) -> None:
         with pytest.raises(ZeroDivisionError), a:
             raise ZeroDivisionError("of all things")
         with pytest.raises(PeerDead, match="rank 0 gave up: ZeroDivisionError: of all things"):
-            b.poll()
-            while b.wait(PATIENCE):
-                b.poll()
+            raise until_failure(b)
 
 
 def corrupt_slots(offset: int, change: bytes) -> None:
@@ -282,23 +282,18 @@ def objects() -> int:
 def test_nothing_is_left_behind_by_opening_and_closing() -> None:
     with opened("shm", pair()), opened("tcp", pair()), opened("rdma", pair()):
         pass  # also: three transports of one process at once, with equal names in different stores
-    before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+    before = descriptors_and_threads()
     for kind in IN_PROCESS_KINDS * 2:
         with opened(kind, pair()) as (a, b):
-            a.put(0, torch.ones(3), iteration=0, microbatch=0)
-            take_next(b, 0, 0)
-    assert len(os.listdir("/proc/self/fd")) <= before[0]
+            carries(a, b)
+    assert num_open() <= before[0]
     del a, b
     made = objects()
     for _ in range(4):
         with opened("shm", pair()):
             pass
     assert objects() < made + 8, "each transport leaves something"
-    for _ in range(100):  # the kernel lists a thread for a moment after it was joined
-        if len(os.listdir("/proc/self/task")) <= before[1]:
-            break
-        time.sleep(0.01)
-    assert len(os.listdir("/proc/self/task")) <= before[1]
+    assert max(leaked(before)) <= 0
 
 
 # A rank that waits elsewhere ----------------------------------------------------------------------
@@ -416,8 +411,6 @@ def test_a_child_that_frees_what_it_inherits_leaves_the_network_card_alone() -> 
             ends.clear()
             os._exit(0 if card.fake_verbs_objects() == before else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    a, b = ends
-    a.put(0, torch.ones(3), iteration=0, microbatch=0)
-    assert take_next(b, 0, 0).microbatch == 0
+    carries(*ends)
     for end in ends:
         end.close()

@@ -8,7 +8,6 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron.dpp.errors import PeerDead
 from megatron.dpp.hosts import addresses
 from megatron.dpp.transport.kinds import kinds_of_links
 from megatron.dpp.transport.meet import Meeting
-from tests.netns import ADDRESSES, Hosts, two_hosts
+from tests.netns import ADDRESSES, Hosts
 from tests.runtime.launcher import free_port
 from tests.transport.blackouts import survive
 from tests.transport.kinds import PATIENCE, forked, open_from_file, opened, pair, take_next
@@ -27,12 +26,6 @@ from tests.transport.test_tcp import remembered
 
 LISTENING = "0A"
 MIB = 1 << 20
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
-        yield made
 
 
 def _listening_addresses() -> set[str]:

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.dpp.transport import (
     TransportOptions,
     open_transport,
 )
-from tests.netns import ADDRESSES, Hosts, two_hosts
+from tests.netns import ADDRESSES, Hosts
 from tests.shared_memory import none_left
 from tests.transport.kinds import (
     GPU_KINDS,
@@ -36,6 +36,7 @@ from tests.transport.kinds import (
     open_from_file,
     prepared,
 )
+from tests.transport.meeting import descriptors_and_threads, leaked
 
 RANKS = 3
 KILLED_KINDS = NATIVE_KINDS if HAS_GPU else (*NATIVE_KINDS, *GPU_KINDS)
@@ -44,20 +45,6 @@ LARGEST = 1 << 18
 RING = [
     ChannelSpec(rank, (rank + 1) % RANKS, 0, Direction.FORWARD, LARGEST) for rank in range(RANKS)
 ]
-
-
-def _descriptors_and_threads() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def _leaked(before: tuple[int, int]) -> tuple[int, int]:
-    """Leaked descriptors and threads. The kernel lists a thread for a moment after its join."""
-    for _ in range(100):
-        after = _descriptors_and_threads()
-        if after <= before:
-            break
-        time.sleep(0.01)
-    return after[0] - before[0], after[1] - before[1]
 
 
 def _exchange(transport: Transport, chance: random.Random) -> None:
@@ -82,7 +69,7 @@ def _kill_one(seed: int, folder: Path, kinds: Sequence[str] = KILLED_KINDS) -> f
     chance, kind = random.Random(seed), kinds[seed % len(kinds)]
 
     def body(rank: int, path: str, results: Results) -> None:
-        before = _descriptors_and_threads()
+        before = descriptors_and_threads()
         transport = open_from_file(kind, RING, rank, path)
         results.put("open")
         try:
@@ -92,7 +79,7 @@ def _kill_one(seed: int, folder: Path, kinds: Sequence[str] = KILLED_KINDS) -> f
             transport.close()
             said = type(error).__name__, str(error)
             del transport
-            results.put((*said, noticed, _leaked(before)))
+            results.put((*said, noticed, leaked(before)))
 
     place = folder / str(seed)
     place.mkdir()
@@ -104,8 +91,8 @@ def _kill_one(seed: int, folder: Path, kinds: Sequence[str] = KILLED_KINDS) -> f
         killed_ns = time.monotonic_ns()
         os.kill(ranks[victim].pid or 0, signal.SIGKILL)
         reports = [results.get(PATIENCE) for _ in range(RANKS - 1)]
-    for name, text, _, leaked in reports:
-        assert (name, leaked) == (PeerDead.__name__, (0, 0)), (seed, reports)
+    for name, text, _, left in reports:
+        assert (name, left) == (PeerDead.__name__, (0, 0)), (seed, reports)
         assert f"rank {victim} (pid" in text, (seed, reports)
     return (max(noticed for _, _, noticed, _ in reports) - killed_ns) * 1e-9
 
@@ -218,12 +205,6 @@ def kill_member(victim: int, folder: Path, host_of: Callable[[int], Hosts | None
 def test_a_killed_rank_of_any_role_is_named_on_all_others(victim: int, tmp_path: Path) -> None:
     seconds = kill_member(victim, tmp_path, lambda _: None)
     print(f"all others named it after {seconds * 1e3:.0f} ms")
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
-        yield made
 
 
 @pytest.mark.slow

@@ -31,10 +31,12 @@ from tests.transport.conftest import Trouble
 from tests.transport.kinds import (
     PATIENCE,
     REPOSITORY,
+    carries,
     fake_verbs,
     opened,
     pair,
     take_next,
+    until_arrived,
     until_failure,
 )
 
@@ -69,16 +71,14 @@ def test_a_credit_that_waits_for_sends_follows_when_they_have_completed(trouble:
     out, back = pair(depth=8)[0], pair(depth=1)[2]
     with opened("rdma", [out, back]) as (a, b):
         b.put(0, torch.ones(3), iteration=0, microbatch=0)
-        while a.poll()[0] == 0:
-            assert a.wait(PATIENCE)
+        until_arrived(a)
         trouble("hold-sends", 1)
         for index in range(out.depth):
             a.put(0, torch.ones(3), iteration=0, microbatch=index)
         a.flush(PATIENCE)
         assert a.take(0).microbatch == 0
         trouble("hold-sends", 0)
-        b.put(0, torch.ones(3), iteration=0, microbatch=1)
-        assert take_next(a, 0, 1).microbatch == 1
+        carries(b, a, 1)
 
 
 GONE = "cannot be reached over RDMA any more: transport retry counter exceeded"
@@ -109,10 +109,10 @@ def test_an_error_completion_is_named_on_both_sides(
     assert text in str(told) and "reported by rank 0" in str(told)
 
 
-def until_events_are_read() -> None:
+def until_events_are_read(number: int = 1) -> None:
     """Until both ranks know of the port, as they do before a send runs out of its retries."""
     deadline = time.monotonic() + PATIENCE
-    while fake_verbs().fake_verbs_seen(b"events-read") < 2:
+    while fake_verbs().fake_verbs_seen(b"events-read") < 2 * number:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -131,8 +131,7 @@ def test_a_port_that_goes_down_is_named(trouble: Trouble, status: int) -> None:
 def test_a_failure_inside_take_is_kept_and_told(trouble: Trouble) -> None:
     with opened("rdma", pair()) as (a, b):
         a.put(0, torch.ones(3), iteration=0, microbatch=7)
-        while b.poll()[0] == 0:
-            assert b.wait(PATIENCE)
+        until_arrived(b)
         trouble("fail-post", 1)
         with pytest.raises(PeerDead, match="Cannot allocate memory") as caught:
             b.take(0)
@@ -205,16 +204,14 @@ def test_more_slots_than_an_immediate_can_tell_apart_are_refused() -> None:
 def test_a_queue_pair_that_times_out_once_is_moved_again(trouble: Trouble) -> None:
     trouble("fail-connection", 2)
     with opened("rdma", pair()) as (a, b):
-        a.put(0, torch.ones(3), iteration=0, microbatch=0)
-        assert take_next(b, 0, 0).microbatch == 0
+        carries(a, b)
 
 
 def test_queue_pairs_get_what_the_flags_say() -> None:
     wanted = {"traffic_class": 96, "service_level": 3, "pkey_index": 1, "timeout": 18, "retries": 5}
     with opened("rdma", pair(), rdma=RdmaOptions(devices="fake0:1", **wanted)) as (a, b):
         reason = a.links()[0].reason
-        a.put(0, torch.ones(3), iteration=0, microbatch=0)
-        assert take_next(b, 0, 0).microbatch == 0
+        carries(a, b)
     said = "GID index 2, traffic class 96, service level 3, partition key 1, time-out 18, retries 5"
     assert reason.endswith(f"; fake0 port 1, RoCE v2, {said}")
 
@@ -223,8 +220,7 @@ def test_a_card_that_does_not_tell_its_settings_has_a_link(trouble: Trouble) -> 
     trouble("fail-query", 1)
     with opened("rdma", pair()) as (a, b):
         reasons = sorted(end.links()[0].reason for end in (a, b))
-        a.put(0, torch.ones(3), iteration=0, microbatch=0)
-        assert take_next(b, 0, 0).microbatch == 0
+        carries(a, b)
     assert reasons[0].endswith("retries 7")
     assert reasons[1].endswith("querying a queue pair of fake0: Invalid argument (errno 22)")
 
@@ -271,8 +267,7 @@ def test_the_declarations_are_those_of_the_header() -> None:
 def test_a_device_that_cannot_be_opened_does_not_hide_the_others(trouble: Trouble) -> None:
     trouble("other-device", 1)
     with opened("rdma", pair()) as (a, b):
-        a.put(0, torch.ones(3), iteration=0, microbatch=0)
-        assert take_next(b, 0, 0).microbatch == 0
+        carries(a, b)
     places, why = find_places(load_native(), "10.0.0.5", TransportOptions(), torch.device("cpu"))
     assert places == []
     assert "no RDMA port has the address 10.0.0.5 (there are fake0 port 1; opening RDMA" in why

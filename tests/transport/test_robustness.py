@@ -11,7 +11,15 @@ import torch
 
 from megatron.dpp.errors import PeerDead, TransportUnavailable
 from megatron.dpp.transport import open as opening
-from tests.transport.kinds import PATIENCE, Library, Wrapped, opened, pair, take_next
+from tests.transport.kinds import (
+    PATIENCE,
+    Library,
+    Wrapped,
+    opened,
+    pair,
+    take_next,
+    until_failure,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -26,9 +34,7 @@ def test_a_long_text_is_not_cut_in_a_character(
     with opened(kind, pair()) as (a, b):
         a.abort(reason)
         with pytest.raises(PeerDead, match=r"rank 0 gave up: x*\N{EURO SIGN}+ .reported by rank 0"):
-            for _ in range(100):
-                b.poll()
-                b.wait(PATIENCE / 100)
+            raise until_failure(b)
         assert "\N{EURO SIGN}" in made[1].failure()  # as the thread that ends a process reads it
 
 
@@ -40,9 +46,7 @@ def test_an_error_that_is_no_text_still_closes_the_transport() -> None:
         with pytest.raises(TransportUnavailable, match="closed"):
             a.poll()
         with pytest.raises(PeerDead, match=r"FileNotFoundError: /data/"):
-            for _ in range(100):
-                b.poll()
-                b.wait(PATIENCE / 100)
+            raise until_failure(b)
 
 
 def test_closing_follows_an_abort_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

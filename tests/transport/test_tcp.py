@@ -30,6 +30,7 @@ from tests.transport.kinds import (
     take_next,
     until_failure,
 )
+from tests.transport.raw import resident
 
 MIB = 1 << 20
 
@@ -163,11 +164,6 @@ def test_a_large_tensor_is_the_memory_it_arrived_in(dtype: torch.dtype) -> None:
     if dtype.is_floating_point:
         (taken[0].requires_grad_() * 2).sum().backward()
         assert float(taken[0].grad[0, 0]) == 2.0
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_memory_that_was_given_away_comes_back() -> None:

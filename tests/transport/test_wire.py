@@ -79,8 +79,7 @@ def test_the_parts_as_they_were_sent_are_a_message(parts: list[Segment]) -> None
     with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
         for sock, part in zip(receiver.data, parts, strict=True):
             sock.sendall(part.frame() + part.payload)
-        while receiver.native.poll(1) == [0]:
-            assert receiver.native.wait(raw.PATIENCE)
+        receiver.until_arrived()
         assert receiver.take(0) == b"".join(part.payload for part in parts)
 
 
@@ -121,8 +120,7 @@ def test_a_receiver_waits_for_many_bytes_and_for_no_more_than_come(
         data.sendall(large.payload[-10:])
         until_it_waits_for(ours, 1)
         data.sendall(small.frame() + small.payload)
-        while sum(receiver.native.poll(2)) != 2:
-            assert receiver.native.wait(raw.PATIENCE)
+        receiver.until_arrived(2)
         assert receiver.take(0) == large.payload
         assert receiver.take(1) == small.payload
 
@@ -156,8 +154,7 @@ def test_a_peer_has_not_left_before_what_it_sent_is_here(parts: list[Segment]) -
         assert not receiver.native.departed(0)
         for sock, part in zip(receiver.data, parts, strict=True):
             sock.sendall(part.frame() + part.payload)
-        while receiver.native.poll(1) == [0]:
-            assert receiver.native.wait(raw.PATIENCE)
+        receiver.until_arrived()
         assert receiver.native.departed(0)
 
 

@@ -17,11 +17,11 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.command_line import command, new_parser, progress_bar
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.report.align import Alignment, align, message_key
 from megatron.dpp.report.analysis.model import JobShape
@@ -37,8 +37,6 @@ from megatron.dpp.trace.schema import (
 
 _TICK_US = 1.0
 _BLOCK = 8192
-
-Progress = Callable[[str, TraceFile], None]
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -57,13 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     name = options.benchmark_dir or options.run or "runs/latest"
     files = open_run(find_run(name).need_traces(), allow_missing=options.allow_missing)
     output = Path(options.output) if options.output else files[0].path.parent / "aggregated.json"
-    with progress_bar(2 * sum(file.size for file in files)) as bar:
-
-        def progress(phase: str, file: TraceFile) -> None:
-            bar.set_postfix_str(f"{phase} rank {file.rank}", refresh=False)
-            bar.update(file.size)
-
-        alignment, count = merge(files, output, progress=progress)
+    alignment, count = merge(files, output)
     clocks, most = len(alignment.offsets), alignment.uncertainty_ns / 1000
     aligned = f"{clocks}, aligned by messages within {most:.1f} us"
     print(f"clocks: {'all ranks read one clock' if clocks == 1 else aligned}")
@@ -153,12 +145,7 @@ def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterato
     yield from _ticks(block)
 
 
-def merge(
-    files: list[TraceFile],
-    output: str | os.PathLike[str],
-    *,
-    progress: Progress = lambda phase, file: None,
-) -> tuple[Alignment, int]:
+def merge(files: list[TraceFile], output: str | os.PathLike[str]) -> tuple[Alignment, int]:
     """Write one trace of all ``files``; a name that ends in ``.gz`` is compressed.
 
     The output appears under its name when it is whole. Returns the alignment used and the number of
@@ -168,7 +155,7 @@ def merge(
         DataError: damaged files, or clocks that cannot be aligned.
         OSError: the output cannot be written.
     """
-    alignment = align(files, lambda file: progress("aligning", file))
+    alignment = align(files)
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     origin_ns = min(alignment.to_global(file.rank, file.start_ns) for file in files)
     shape = JobShape.of(files)
@@ -192,7 +179,6 @@ def merge(
             for event in _events_of(file, alignment, origin_ns):
                 text.write(",\n" + encode(event))
                 count += 1
-            progress("merging", file)
         text.write(f'\n],"displayTimeUnit":"ms","otherData":{encode(about)}}}\n')
     return alignment, count
 

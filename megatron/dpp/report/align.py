@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,14 +224,8 @@ def _whole(clocks: dict[int, str], bounds: Iterable[ClockBounds]) -> dict[str, t
         ) from None
 
 
-def align(
-    files: list[TraceFile], progress: Callable[[TraceFile], None] = lambda file: None
-) -> Alignment:
-    """Read the messages of all files and put their clocks on that of the first rank.
-
-    Args:
-        files: the run's files in rank order.
-        progress: called after each file.
+def align(files: list[TraceFile]) -> Alignment:
+    """Read the messages of all files, in rank order, and put their clocks on that of the first one.
 
     Raises:
         DataError: ranks that cannot be aligned, by name, or contradicting clocks.
@@ -239,7 +233,6 @@ def align(
     scan = _Scan(files)
     for file in files:
         scan.read(file)
-        progress(file)
     clocks = list(dict.fromkeys(scan.clocks.values()))
     windows = scan.windows() if len(clocks) > 1 else []
     points: dict[str, list[tuple[int, int, int]]] = {clock: [] for clock in clocks}

@@ -77,7 +77,7 @@ class LivePage:
 
     def _built(self) -> str:
         try:
-            report, _ = build_report(self._options, live=True)
+            report = build_report(self._options, live=True)
         except (DppError, OSError) as error:
             text = f"<h1>Waiting for the run</h1><p>{escape(str(error))}</p>"
             return fill("waiting for the run", text, self._interval, "waiting")

@@ -55,11 +55,6 @@ class TraceFile:
     complete: bool
 
     @property
-    def size(self) -> int:
-        """Bytes of the file, for progress bars."""
-        return self.path.stat().st_size
-
-    @property
     def alive(self) -> bool | None:
         """True while the process of the rank exists; None where it runs on another host."""
         here = self.host == socket.gethostname()

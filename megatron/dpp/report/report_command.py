@@ -24,7 +24,6 @@ from megatron.dpp.report.analysis.sentences import (
     EVEN_EXPERTS,
     HOW_TO_TRACE,
     LEAST,
-    NOT_OF_SLICES,
     sentences,
     straggler_text,
     training_sentences,
@@ -37,9 +36,7 @@ from megatron.dpp.report.pictures.plots import plot_timeline
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.run_files import RunPlace, Training, find_run, read_state, read_training
 from megatron.dpp.report.whatif import (
-    Recorded,
     WhatIf,
-    cost_file,
     effects,
     predict_all,
     recorded_runs,
@@ -65,9 +62,9 @@ def state_of(place: RunPlace, files: list[TraceFile], training: Training) -> tup
     return ("running" if running else "ended") + (f", rank {dead[0]} died" if dead else ""), dead
 
 
-def _predict(analysis: Analysis) -> list[Recorded]:
+def _predict(analysis: Analysis) -> None:
     """Add the predictions of changes, and what each culprit costs. One that costs next to nothing
-    is no straggler, however slow it is. Returns the recorded costs.
+    is no straggler, however slow it is.
     """
     runs, culprits, shape = recorded_runs(analysis), analysis.culprits, analysis.shape
     costs: list[float | None] = [None] * len(culprits)
@@ -86,7 +83,6 @@ def _predict(analysis: Analysis) -> list[Recorded]:
         harmless = effect is not None and effect < LEAST
         finding = replace(culprit, name=name, text=text, effect=effect)
         (analysis.without_effect if harmless else analysis.stragglers).append(finding)
-    return runs
 
 
 def _timeline(analysis: Analysis, number: int | None) -> Picture:
@@ -132,11 +128,8 @@ def _read(
     return report
 
 
-def build_report(
-    options: argparse.Namespace, *, live: bool = False
-) -> tuple[Report, list[Recorded]]:
-    """All numbers and sentences of a run, its timeline, and its recorded costs; without traces
-    those of its metrics.
+def build_report(options: argparse.Namespace, *, live: bool = False) -> Report:
+    """All numbers and sentences of a run, and its timeline; without traces those of its metrics.
 
     Args:
         options: of ``megatron-dpp report``.
@@ -147,12 +140,12 @@ def build_report(
     """
     require(options.threshold > 1, f"--threshold {options.threshold:g}: must be above 1")
     name, *others = names_of(options)
-    place, runs = find_run(name), list[Recorded]()
+    place = find_run(name)
     report = _read(place, options, options.metrics_file, live=live)
     if report.pipeline is None:
         require(options.iteration is None, f"--iteration {options.iteration}: the run has no trace")
     else:
-        runs = _predict(report.pipeline)
+        _predict(report.pipeline)
         report.timeline = _timeline(report.pipeline, options.iteration)
     report.sentences = training_sentences(report.training)
     if others:
@@ -162,7 +155,7 @@ def build_report(
             report.sentences += report.difference.sentences()
     report.sentences += sentences(report.pipeline) if report.pipeline else []
     report.sentences += [HOW_TO_TRACE] if place.traces() is None else []
-    return report, runs
+    return report
 
 
 _PAGE = "report.html"
@@ -184,31 +177,21 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--threshold", type=float, default=SLOW, metavar="X", help="X times slower is a straggler")
     add("--output", metavar="FILE", help="the HTML (default: report.html in the run's directory)")
     add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
-    add("--costs", metavar="FILE", help="also write the recorded costs, for megatron-dpp sim")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    report, runs = build_report(options)
+    report = build_report(options)
     found = report.pipeline
     home = found.files[0].path.parent if found else report.training.home
     output = Path(options.output or home / _PAGE)
-    _write(output, page(report))
-    if options.costs:
-        if not runs:
-            why = NOT_OF_SLICES if found and found.sliced else "no iteration was recorded in full"
-            raise DataError(f"--costs: {why}")
-        _write(Path(options.costs), json.dumps(cost_file(runs)) + "\n")
+    with replacing(str(output)) as file:
+        file.write(page(report).encode(errors="backslashreplace"))
     if options.json:
         print(json.dumps(report.numbers(), indent=1))
     else:
         print("\n".join([*report.sentences, f"report: {output}"]))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(str(path)) as file:
-        file.write(text.encode(errors="backslashreplace"))
 
 
 main = command("megatron-dpp report", build_parser, _run)

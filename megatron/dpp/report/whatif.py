@@ -164,34 +164,6 @@ def recorded_runs(analysis: Analysis) -> list[Recorded]:
     return [run for run in runs if run is not None]
 
 
-def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
-    """All samples as a cost file (``megatron.dpp.sim.measured``); task times include the host's,
-    for which the file has no field.
-    """
-    shape, first = runs[0].shape, runs[0]
-
-    def samples(kind: Kind, stage: int) -> list[float]:
-        if kind is Kind.W and not first.split:
-            return []
-        host = [
-            run.overhead[stage % shape.num_ranks] * (run.num_pieces if kind is Kind.W else 1)
-            for run in runs
-        ]
-        added = [run.tasks[kind, stage] + more for run, more in zip(runs, host, strict=True)]
-        return [float(time) for times in added for time in times]
-
-    return {
-        "format": "dpp-costs",
-        "version": 1,
-        "num_ranks": shape.num_ranks,
-        "num_chunks": shape.num_chunks,
-        "stages": [
-            {kind.name: samples(kind, stage) for kind in Kind} for stage in range(shape.num_stages)
-        ],
-        "hops": [[float(run.hops[hop]) for run in runs] for hop in range(len(first.hops))],
-    }
-
-
 _MOST_ITERATIONS = 5
 _UNSTEADY = ("jitter", "transient")
 _STRIDE = 7919

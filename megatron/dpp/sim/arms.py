@@ -67,12 +67,10 @@ class Arms:
         num_chunks: per rank; with one the static schedule is 1F1B.
         config: settings of ``dynamic``. Without ``split_backward`` the costs have no times of their
             own for ``W``.
-        lead: ranks choose this long before their running task ends.
     """
 
     num_chunks: int
     config: ScheduleConfig = _DEFAULT
-    lead: float = 0.0
 
     @property
     def static(self) -> str:
@@ -102,14 +100,14 @@ class Arms:
         """Simulate one arm."""
         config = self.config
         if name == self.static:
-            return run_static(name, shape, costs, group=config.group)
+            return run_static(name, shape, costs)
         schedule = replace(
             config,
             policy={MEGATRON_W: "megatron", EAGER: "eager"}.get(name, config.policy),
             cap=config.cap if name in (FUSED, DYNAMIC, EAGER) else "static",
             split_backward=name not in (FUSED, FUSED_STATIC),
         )
-        return schedule.run(shape, costs, lead=self.lead)
+        return schedule.run(shape, costs)
 
 
 def part_names(found: Iterable[Mapping[str, float]]) -> list[str]:

@@ -44,7 +44,6 @@ def simulate(
     *,
     split_backward: bool,
     w_pieces: Sequence[int] | None = None,
-    lead: float = 0.0,
 ) -> Result:
     """Run one iteration. Stage ``s`` is chunk ``s // p`` of rank ``s % p``, as in Megatron.
 
@@ -53,13 +52,12 @@ def simulate(
         split_backward: a ``B`` takes its own time; otherwise also that of its ``W``.
         w_pieces: pieces of each stage's ``W``, with equal shares of its time; a stage with 0 has
             its ``W`` in its ``B``.
-        lead: a rank chooses this long before its running task ends, as with a GPU's queue.
 
     Raises:
         ScheduleError: the simulation is stuck, or a policy chose what may not run. The message has
             the grid so far.
     """
-    clock = _Clock(lanes, costs, split_backward, w_pieces, lead)
+    clock = _Clock(lanes, costs, split_backward, w_pieces)
     clock.run()
     own = [_own_work(costs, rank, len(lanes)) for rank in range(len(lanes))]
     return Result(clock.slots, [lane.peak_held for lane in lanes], own)
@@ -78,12 +76,11 @@ class _Clock:
         costs: Costs,
         split_backward: bool,
         w_pieces: Sequence[int] | None,
-        lead: float,
     ) -> None:
         num_ranks = self._num_ranks = len(lanes)
         self.slots: list[list[SimulatedTask]] = [[] for _ in lanes]
         self._lanes, self._costs = lanes, costs
-        self._split, self._pieces, self._lead = split_backward, w_pieces, lead
+        self._split, self._pieces = split_backward, w_pieces
         self._free_at = [0.0] * num_ranks
         self._idle = [True] * num_ranks
         # (time, number, rank, direction or None when the rank becomes free, chunk, total)
@@ -132,7 +129,7 @@ class _Clock:
         self.slots[rank].append(SimulatedTask(action, start, end))
         free = self._free_at[rank] = end + self._costs.overhead.get(rank, 0.0)
         self._idle[rank] = False
-        self._push(max(start, free - self._lead), rank, None, 0, 0)
+        self._push(free, rank, None, 0, 0)
         if action.kind != Kind.W:
             self._send(action, stage, sent)
 

@@ -81,19 +81,11 @@ class LengthCosts:
         square = hidden / (12 * hidden * hidden)  # heads' queries, over the weights of a layer
         return cls(per_square=(square, 2.5 * square, 0.0))
 
-    def time(self, kind: Kind, lengths: Sequence[int]) -> float:
-        """Time of one task for a microbatch of these sequences."""
-        return self.of_work(kind, sum(lengths), sum(length * length for length in lengths))
-
     def of_work(self, kind: Kind, tokens: int, squares: int) -> float:
         """Time of one task for so many tokens, of which each pair of a query and its keys counts
         twice in ``squares``: ``end ** 2 - begin ** 2`` for a slice of a sequence.
         """
         return tokens + self.per_square[kind] * squares
-
-    def total(self, lengths: Sequence[int]) -> float:
-        """Time of a microbatch's F, B and W."""
-        return sum(self.time(kind, lengths) for kind in Kind)
 
     def of_works(
         self, works: Sequence[tuple[int, int]], num_ranks: int, num_chunks: int, hop: float = 0.0

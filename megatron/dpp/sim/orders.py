@@ -42,7 +42,7 @@ class FilledOrder:
     Args:
         shape, costs: of the microbatches as they are given. No rank is slow at times, hosts take
             no time, and messages are not scaled.
-        config: its cap, split or fused backwards, and ``beta`` count.
+        config: its cap, and split or fused backwards count.
     """
 
     def __init__(self, shape: Shape, costs: Costs, config: ScheduleConfig) -> None:
@@ -51,7 +51,7 @@ class FilledOrder:
         self._tasks = [_tasks(shape, config, rank) for rank in ranks]
         self._limits = [math.floor((cap + ROUNDING) * shape.unit) for cap in config.caps(shape)]
         self._as_static = config.cap == "static" and bool(shape.sizes)
-        self._kept = 1.0 - config.beta if config.split_backward else 0.0
+        self._split = config.split_backward
 
     def __call__(self, order: Sequence[int]) -> tuple[float, float]:
         """The time of the iteration, and the most that a rank holds, in chunk activations, with the
@@ -61,7 +61,7 @@ class FilledOrder:
         if self._as_static:
             most = max(_peak(each, sizes) for each in self._tasks)
             limits = [min(limit, most) for limit in limits]
-        run = _Run(self._costs.permuted(order), sizes, len(self._tasks), self._kept)
+        run = _Run(self._costs.permuted(order), sizes, len(self._tasks), split=self._split)
         waiting = list(range(len(limits)))
         while waiting:
             rank = waiting.pop()
@@ -87,17 +87,16 @@ def _peak(tasks: Sequence[_Task], sizes: Sequence[int]) -> int:
 
 
 class _Run:
-    """One iteration.
+    """One iteration. A deferred W keeps the activation.
 
     Args:
-        kept: share of an activation that a deferred W keeps; 0 where backwards are fused.
+        split: weight gradients are deferred; otherwise backwards are fused.
     """
 
-    def __init__(self, costs: Costs, sizes: Sequence[int], ranks: int, kept: float) -> None:
+    def __init__(self, costs: Costs, sizes: Sequence[int], ranks: int, *, split: bool) -> None:
         stages, number = costs.num_stages, len(sizes)
         self._sizes, self._hops, self._durations = sizes, costs.hops, costs.durations
-        self._kept_of = [math.ceil(kept * size) for size in sizes]
-        self._split = kept > 0
+        self._split = split
         # Times at which inputs (0) and gradients (1) arrive at each stage.
         self._arrives = [[[_UNKNOWN] * number for _ in range(stages)] for _ in range(2)]
         self._arrives[0][0] = self._arrives[1][-1] = [0.0] * number
@@ -125,7 +124,7 @@ class _Run:
                 or not (backward or held + size + kept <= limit)
             ):
                 its_stage, its = deferred.popleft()
-                kept -= self._kept_of[its]
+                kept -= sizes[its]
                 now += weights[its_stage][its]
             now = max(now, known) + durations[backward][stage][i]
             if not backward:
@@ -134,7 +133,7 @@ class _Run:
             else:
                 held -= size
                 if self._split:
-                    kept += self._kept_of[i]
+                    kept += size
                     deferred.append((stage, i))
                 else:
                     now += weights[stage][i]

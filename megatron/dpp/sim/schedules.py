@@ -33,7 +33,7 @@ class FixedOrder:
     place of a Scheduler. Megatron's own orders are the policy ``megatron`` instead.
 
     Args:
-        kept: share of an activation that a ``W`` frees; 0 for a fused backward.
+        split: a ``W`` frees the activation, not its ``B``.
         shares: size of each microbatch in that of the largest; empty where they are equal.
     """
 
@@ -42,10 +42,10 @@ class FixedOrder:
         order: Sequence[Action],
         geometry: Geometry,
         *,
-        kept: float = 0.0,
+        split: bool = False,
         shares: Sequence[float] = (),
     ) -> None:
-        self._order, self._kept, self._geometry = order, kept, geometry
+        self._order, self._frees, self._geometry = order, Kind.W if split else Kind.B, geometry
         self._shares = shares or [1.0] * geometry.num_microbatches
         # Inputs from the data and gradients from the loss need no message.
         self._first = 0 if geometry.is_first else None
@@ -72,8 +72,8 @@ class FixedOrder:
         if action.kind != Kind.W and not self._is_here(action):
             return None
         self._position += 1
-        change = {Kind.F: 1.0, Kind.B: self._kept - 1.0, Kind.W: -self._kept}
-        self.held += change[action.kind] * self._shares[action.microbatch]
+        change = (action.kind is Kind.F) - (action.kind is self._frees)
+        self.held += change * self._shares[action.microbatch]
         self.peak_held = max(self.peak_held, self.held)
         return action
 
@@ -124,11 +124,11 @@ class ScheduleConfig:
         split_backward: ``W`` are tasks of their own.
         stock: deferred backwards from which a ``B`` includes its ``W``, if no other ``W`` of its
             chunk is deferred.
-        beta: share of an activation that ``B`` frees.
         w_pieces: pieces of every chunk's ``W``, or of each stage's.
         group: microbatch group size; ``None`` is the number of ranks.
-        memory: of each rank. With it, ``beta`` and a cap in bytes follow from an activation's size,
-            and the last rank leaves room for the LM head, as in training.
+        memory: of each rank. With it, what ``B`` frees and a cap in bytes follow from an
+            activation's size, and the last rank leaves room for the LM head, as in training.
+            Without it ``B`` frees nothing.
         sizes_at_start: ranks know the sizes of all microbatches when the iteration begins;
             otherwise, as in training, when a microbatch's first forward on the rank begins. Those
             of linked microbatches are always known.
@@ -139,7 +139,6 @@ class ScheduleConfig:
     policy: str | Policy = "dynamic"
     cap: str = "auto"
     split_backward: bool = True
-    beta: float = 0.0
     w_pieces: int | tuple[int, ...] = 1
     group: int | None = None
     memory: tuple[Memory, ...] = ()
@@ -156,15 +155,10 @@ class ScheduleConfig:
         ranks = range(shape.num_ranks)
         return [self._allowance(shape, self.geometry(shape, rank)).chunks for rank in ranks]
 
-    def run(self, shape: Shape, costs: Costs, *, lead: float = 0.0) -> Result:
+    def run(self, shape: Shape, costs: Costs) -> Result:
         """Simulate one iteration."""
-        return simulate(
-            self.lanes(shape),
-            costs,
-            split_backward=self.split_backward,
-            w_pieces=self._pieces(shape),
-            lead=lead,
-        )
+        lanes, pieces = self.lanes(shape), self._pieces(shape)
+        return simulate(lanes, costs, split_backward=self.split_backward, w_pieces=pieces)
 
     def _pieces(self, shape: Shape) -> tuple[int, ...]:
         pieces = self.w_pieces
@@ -194,7 +188,7 @@ class ScheduleConfig:
             limits=allowance.limits,
             split_backward=self.split_backward,
             stock=self.stock,
-            beta=self.memory[rank].beta if self.memory and self.split_backward else self.beta,
+            beta=self.memory[rank].beta if self.memory and self.split_backward else 0.0,
             largest=shape.unit,
             kappa=self.kappa,
         )
@@ -237,18 +231,13 @@ the shape says.
 """
 
 
-def run_static(
-    name: str, shape: Shape, costs: Costs, *, beta: float = 0.0, group: int | None = None
-) -> Result:
+def run_static(name: str, shape: Shape, costs: Costs) -> Result:
     """Simulate one of :data:`STATIC` over the same costs.
 
     For schedules of one chunk per rank a rank's stages are joined: a task takes the time of all its
     chunks' tasks, a hop that of the hop to the next rank.
-
-    Args:
-        group: microbatch group size of ``interleaved``; ``None`` is the number of ranks.
     """
-    config = ScheduleConfig(policy="megatron", cap="megatron", split_backward=False, group=group)
+    config = ScheduleConfig(policy="megatron", cap="megatron", split_backward=False)
     if name == "interleaved":
         return config.run(shape, costs)
     if shape.num_chunks > 1:
@@ -259,9 +248,8 @@ def run_static(
     split, order = {"zb-h1": (True, zb_h1_order), "gpipe": (False, gpipe_order)}[name]
     p, m = shape.num_ranks, shape.num_microbatches
     geometries = [Geometry(p, rank, 1, m) for rank in range(p)]
-    kept = 1.0 - beta if split else 0.0
     shares = [size / shape.unit for size in shape.sizes]
-    lanes = [FixedOrder(order(one), one, kept=kept, shares=shares) for one in geometries]
+    lanes = [FixedOrder(order(one), one, split=split, shares=shares) for one in geometries]
     return simulate(lanes, costs, split_backward=split)
 
 

@@ -165,18 +165,12 @@ def plot_time(found: Analysis, other: Analysis | None) -> Picture:
     return picture
 
 
-def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
-    """One panel per schedule over a common time axis, ranks from top to bottom.
-
-    Args:
-        results: schedules by name.
-        unit: of the times.
-    """
-    unit = f" {unit}" if unit else ""
+def draw(results: Mapping[str, Result]) -> Picture:
+    """One panel per schedule, by name, over a common time axis, ranks from top to bottom."""
     ordered = sorted(results, key=lambda name: results[name].makespan)
     best, longest = results[ordered[0]], results[ordered[-1]].makespan
     if len(ordered) == 1:
-        title = f"One step takes {best.makespan:.4g}{unit}, {best.ratio:.3f} x the least possible"
+        title = f"One step takes {best.makespan:.4g}, {best.ratio:.3f} x the least possible"
     else:
         less = f"takes {percent(1 - best.makespan / longest)} less time per step than {ordered[-1]}"
         title = f"{ordered[0][0].upper()}{ordered[0][1:]} {less}"
@@ -187,10 +181,10 @@ def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
     picture.legend({kind: label_of(kind) for kind in kinds})
     for name, result in results.items():
         own = f"{result.ratio:.3f} x the busiest rank's own work"
-        panel = f"{name}: {result.makespan:.4g}{unit}, {own}"
+        panel = f"{name}: {result.makespan:.4g}, {own}"
         picture.text(0, picture.height + 18, panel, size=13, bold=True)
         ranks = [f"rank {rank}" for rank in range(len(result.slots))]
-        picture.timeline(ranks, tasks[name], longest, unit)
+        picture.timeline(ranks, tasks[name], longest)
     return picture
 
 
