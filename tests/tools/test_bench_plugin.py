@@ -100,6 +100,15 @@ def test_steps_up_to_the_last_capture_of_a_turn_are_not_timed() -> None:
     assert numbers == {"a": [[4], [3, 4]], "b": [[3, 4]]}
 
 
+def write_sources(root: Path, training: str, script: str) -> None:
+    """Sources of a Megatron-LM that has this loop and this script."""
+    folder = root / "megatron" / "training"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "training.py").write_text(training)
+    (root / "pretrain_gpt.py").write_text(script)
+
+
 STAND_IN = """
 import contextlib, os, signal, time
 import torch
@@ -143,11 +152,7 @@ def test_a_benchmark_that_is_stopped_reports_the_steps_so_far(
     benchmark: str, end: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    training = tmp_path / "v" / "megatron" / "training"
-    training.mkdir(parents=True)
-    (training / "__init__.py").touch()
-    (training / "training.py").write_text(TRAINING)
-    (tmp_path / "v" / "pretrain_gpt.py").write_text(STAND_IN.replace("END", end))
+    write_sources(tmp_path / "v", TRAINING, STAND_IN.replace("END", end))
     monkeypatch.setattr(megatron_sources, "AFTER_A_FAILURE", 0.5)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # its import takes a second of each rank
     module, kind, name, number = {
@@ -169,11 +174,8 @@ def test_a_benchmark_that_is_stopped_reports_the_steps_so_far(
 
 
 TELLS = """
-import os
-def train_step(forward_backward_func, data_iterator):
     with open(os.environ["WALK"], "a") as file:
         file.write(os.environ["BENCH_ARMS"][3:9] + os.environ["RANK"] + "\\n")
-    return {"lm loss": 7.0} if os.environ["RANK"] == "1" else {}, 0, 0, 0, 0, 2.0
 """
 
 
@@ -182,16 +184,9 @@ def train_step(forward_backward_func, data_iterator):
 def test_groups_of_one_arm_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training = tmp_path / "v" / "megatron" / "training"
-    training.mkdir(parents=True)
-    (training / "__init__.py").touch()
-    (training / "training.py").write_text(TELLS)
-    (tmp_path / "v" / "pretrain_gpt.py").write_text(
-        "import torch\nfrom megatron.training import training\n"
-        "torch.distributed.init_process_group('gloo')\n"
-        "for _ in range(6): training.train_step(None, None)\n"
-        "torch.distributed.destroy_process_group()\n"
-    )
+    script = STAND_IN.replace("range(5)", "range(6)").replace("if step == 4", "if step == 6")
+    head, result = TRAINING.rsplit("    return", 1)
+    write_sources(tmp_path / "v", f"{head}{TELLS}    return{result}", script)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("WALK", str(tmp_path / "walk"))
     words = "--versions v --rows equal --arms static,command --alone --passes 1 --rounds 3"
