@@ -46,9 +46,9 @@ class Decider:
 
     @property
     def in_order(self) -> bool:
-        """The next task is the same whatever has arrived, and no other fills the wait for it."""
+        """The next task is the same whatever has arrived: no other could fill the wait for it."""
         scheduler, policy = self.scheduler, self.scheduler.policy
-        if any(scheduler.pieces) or isinstance(policy, Replay):
+        if scheduler.weight() is not None or isinstance(policy, Replay):
             return isinstance(policy, Replay)
         one = scheduler.geometry.forward_only and scheduler.geometry.num_chunks == 1
         return policy in BUILT_IN.values() if one else meant(policy, scheduler) is megatron
