@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     """The clock of gaps and deadlines, and that of a network with ``stepping``."""
     made = VirtualClock()
     made.advance_to(1000.0)
-    fake = SimpleNamespace(monotonic_ns=lambda: int(made.now() * 1e9))
-    monkeypatch.setattr("megatron.dpp.runtime.gaps.time", fake)
+    fake = SimpleNamespace(monotonic=made.now, perf_counter_ns=time.perf_counter_ns)
+    for name in ("executor", "gaps"):
+        monkeypatch.setattr(f"megatron.dpp.runtime.{name}.time", fake)
     return made
 
 

@@ -93,25 +93,28 @@ class Arithmetic:
         self.complete_after.append(len(self.log))
 
 
-class StartsLater(TaskTimer):
-    """A device that is seen to start a task launched ahead at the second look."""
+class NeverStarts(TaskTimer):
+    """A device that never gets the inputs of tasks that were launched ahead."""
 
-    _looks = 0
+    num_ahead = 0
 
     def begin(self, *, ahead: bool = False) -> None:
         super().begin(ahead=ahead)
-        self._looks = 2 if ahead else 0
+        self.num_ahead += ahead
 
-    def waiting(self) -> bool:
-        self._looks -= 1
-        return self._looks > 0
+    def waiting(self) -> int:
+        return self.num_ahead
 
 
-class NeverStarts(TaskTimer):
-    """A device that never gets the input of the task that was launched ahead."""
+class StartsLater(NeverStarts):
+    """A device that is seen to start a task launched ahead at every second look."""
 
-    def waiting(self) -> bool:
-        return True
+    _looks = 0
+
+    def waiting(self) -> int:
+        self._looks += self.num_ahead > 0
+        self.num_ahead -= self.num_ahead > 0 and self._looks % 2 == 0
+        return self.num_ahead
 
 
 def _topologies(p: int, v: int, members: int) -> list[Topology]:
@@ -156,8 +159,7 @@ def run_pipeline(
         top, *room = places[index]
         first = index - index % members
         counters = 2 * sum(spec.destination == top.ranks[top.rank] for spec in opened[index])
-        board = range(first, first + members)
-        ranks = board if members > 1 else None
+        ranks = range(first, first + members) if members > 1 else None
         transport = network.transport(index, board_counters=counters, board_ranks=ranks)
         runners[index].late = partial(spend, transport) if spend else runners[index].late
         try:

@@ -21,6 +21,7 @@ from megatron.dpp.schedule import (
     Action,
     Geometry,
     Kind,
+    Replay,
     Scheduler,
     parse_cap,
 )
@@ -407,3 +408,16 @@ def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
     alone.look_ahead()
     assert alone.scheduler.done is early and not alone.done, "it is still to be run"
     assert str(alone.next([])) == "0B0" and alone.done
+
+
+def test_the_order_is_fixed_where_the_next_task_depends_on_no_arrival() -> None:
+    unlike, split = {"sizes": [1, 8, 8, 8], "largest": 8}, {"split_backward": True}
+    for policy, p, v, more, fixed in (
+        ("megatron", 2, 1, {}, True), ("megatron", 2, 2, split, True), ("auto", 2, 1, {}, False),
+        ("auto", 2, 2, {}, True), ("auto", 4, 2, {}, True), ("auto", 4, 2, unlike, False),
+        ("dynamic", 2, 1, split, False), (Replay([]), 2, 1, split, True),
+    ):  # fmt: skip
+        given, geometry = {"split_backward": False, **more}, Geometry(p, p - 1, v, 4)
+        scheduler = Scheduler(geometry, policy=policy, cap=16, **given)
+        decider = decider_for(scheduler, links_of(geometry, None))
+        assert decider.in_order is fixed, (policy, p, v, more)

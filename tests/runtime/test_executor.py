@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -89,14 +89,18 @@ def test_any_timing_gives_the_same_values(
 def test_a_w_is_decided_once_and_run_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
-    """Members that only follow decide nothing."""
-    decided: list[Action | None] = []
+    """Members that only follow decide nothing, and ask no timer when to."""
+    decided, asked = list[Action | None](), set[int]()
+    for name, answer in (("pause", 0.0), ("goes_on", True)):
+        told = lambda *_, answer=answer: (asked.add(threading.get_ident()), answer)[1]  # noqa: E731
+        monkeypatch.setattr(TaskTimer, name, told)
     decide = Scheduler.next
     monkeypatch.setattr(Scheduler, "next", lambda own: decided.append(decide(own)) or decided[-1])
     for runner in run_pipeline(2, 1, 8, members=members, pieces=(5,)):
         order = [(i, q) for k, _, i, q in runner.log if k == "W"]
         assert order == [(i, q) for i in range(8) for q in range(5)]
     assert sum(action is not None and action.kind == Kind.W for action in decided) < 2 * 8 * 5 / 2
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -186,6 +190,11 @@ def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
     coming[index[1, 1]] = 1
     assert str(decider.next_coming(coming)) == "1B0"
     assert decider.next_coming(nothing) is None
+    fixed = Scheduler(Geometry(2, 0, 2, 4), policy="megatron", cap=8, split_backward=False)
+    decider, arrived = Decider(fixed, links_of(receiving)), [2, 0, 2]
+    while decider.next(arrived):
+        pass
+    assert str(decider.next_coming([3, 1, 2])) == "1F2", "and no gradient where the order is fixed"
 
 
 @pytest.mark.parametrize(("consumed", "ahead"), [(4, False), (5, True)])
@@ -370,34 +379,3 @@ def test_a_slot_is_used_again_once_nothing_in_it_is_needed(kind: type[Slots], po
     check_values(runners, 8, iterations=2)
     for runner in runners:
         assert not runner.held and runner.num_slots < 2 * 8, "slots are used again"
-
-
-# A device ----------------------------------------------------------------------------------------
-
-
-class Busy(TaskTimer):
-    """A device that is busy for 30 ms and then has the input of a task that was launched ahead."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._free_at = time.monotonic() + 0.03
-        self.looks = 0
-
-    def pause(self) -> float:
-        self.looks += 1
-        return max(0.0, self._free_at - time.monotonic())
-
-    def begin(self, *, ahead: bool = False) -> None:
-        super().begin(ahead=ahead)
-        self._free_at = time.monotonic() + 0.03
-
-    def waiting(self) -> bool:
-        return self.pause() > 0.0
-
-
-def test_a_busy_device_leaves_the_interpreter_to_other_threads() -> None:
-    """A loop that polls without sleeping keeps the GIL from a data loader's thread."""
-    network, timer = network_of(LAST, ahead=True), Busy()
-    put(network, 1)
-    rank_of(network, Geometry(2, 1, 1, 1, forward_only=True), timer=timer).run()
-    assert timer.looks < 2 * 30 / 0.05, "it looks every 50 us at most"

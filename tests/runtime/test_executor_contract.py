@@ -26,7 +26,6 @@ from tests.runtime.pipelines import (
     LAST,
     Arithmetic,
     NeverStarts,
-    StartsLater,
     check_values,
     network_of,
     put,
@@ -37,7 +36,6 @@ from tests.runtime.pipelines import (
 EVALUATION = {"forward_only": True}
 TWO = Geometry(2, 1, 1, 2, **EVALUATION)
 """The second of two ranks in an evaluation of two microbatches."""
-ONE = Geometry(2, 1, 1, 1, **EVALUATION)
 THIRTY = Geometry(2, 0, 1, 30, **EVALUATION)
 """The first one, with more outputs than its receiver takes."""
 
@@ -231,7 +229,6 @@ LATE: list[tuple[dict[str, Any], float, float, int, str | None, float]] = [
     ({"geometry": TWO}, 9.9, 10.0, 1, "could run nothing for 10 s in iteration 0", 19.9),
     ({"geometry": TWO}, 9.99, 10.0, 2, None, 9.99),
     ({"geometry": TWO}, 9.9, 9.0, 1, r"missing from: .*\(?forward of chunk 0, rank 0 -> 1", 9.0),
-    ({"geometry": ONE, "timer": NeverStarts()}, 0.5, 1.0, 1, r"after 1\.00005 s", 1.0),
     ({"geometry": THIRTY}, 0.0, 3.0, 0, "receivers are alive but take nothing", 3.0),
     (BREADTH, 0.0, 1.0, 0, "could run nothing", 1.0),
     (TIMID, 0.0, 1.0, 1, "or the policy waits for messages", 1.0),
@@ -246,33 +243,51 @@ def test_the_deadline_is_the_timeout_after_the_last_task(
     """A rank sleeps at most 50 ms at a time, one that is full 1 ms, as its receiver frees slots
     without waking it. One that trains is woken by its gradients although as much waits to leave.
     """
-    ahead = "timer" in given
     topology = FIRST if not sent else LAST
-    more = {"delay": lambda *_: delay, "clock": clock, "stepping": True, "ahead": ahead}
+    more = {"delay": lambda *_: delay, "clock": clock, "stepping": True}
     network = network_of(topology, **more)
     put(network, sent)
     executor = rank_of(network, timeout=timeout, **given)
     with pytest.raises(TransferTimeout, match=words) if words else nullcontext():
         executor.run()
     assert end <= clock.now() - 1000.0 < end + 0.1
-    assert ahead or max(seconds for seconds, _ in naps) == (0.001 if end == 3.0 else 0.05)
+    assert max(seconds for seconds, _ in naps) == (0.001 if end == 3.0 else 0.05)
     assert min(seconds for seconds, _ in naps) > 0.0
 
 
-def test_an_input_that_is_overdue_is_named_by_its_channel_and_microbatch(
-    clock: VirtualClock,
+ORDER = ["0F0", "0B0", "0F1", "0B1"]
+FIXED: list[tuple[dict[str, Any], list[str], int]] = [
+    ({"policy": "megatron"}, ORDER, 2), ({"geometry": TWO}, ["0F0", "0F1"], 2),
+    ({"policy": "dynamic", "split_backward": True}, ["0F0"], 1), ({"policy": "dynamic"}, ORDER, 0),
+    ({"policy": "megatron", "split_backward": True}, ORDER[:2], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fate", ["stays", "moves", "dies"])
+@pytest.mark.parametrize(("given", "tasks", "ahead"), FIXED)
+def test_tasks_are_launched_ahead_of_several_inputs_where_their_order_is_fixed(
+    clock: VirtualClock, given: dict[str, Any], tasks: list[str], ahead: int, fate: str
 ) -> None:
-    network = network_of(
-        Topology((0, 1), 1, 2), delay=lambda _, __, n: 0.05 * n, clock=clock, stepping=True,
-        ahead=True,
-    )  # fmt: skip
-    outgoing = network.transport(0).outgoing
-    second = next(i for i, spec in enumerate(outgoing) if spec.chunk == 1)
-    put(network, 2, iteration=5, channel=second)
-    geometry = Geometry(2, 1, 2, 4, **EVALUATION)
-    executor = rank_of(network, geometry, timer=NeverStarts(), timeout=0.2, number=5)
-    with pytest.raises(TransferTimeout, match=r"microbatch 1 of iteration 5 .*chunk 1, rank 0"):
+    """Also with fused backwards. The oldest input is named, timed since the one before has come."""
+    moves, dies = fate == "moves" and ahead > 1, fate == "dies"
+    late = {"delay": lambda _, __, n: 0.05 * (n + 1), "clock": clock, "stepping": True}
+    network, timer = network_of(LAST, ahead=True, **late), NeverStarts()
+    put(network, 2, iteration=5)
+    timer.pause = lambda: 0.0 if ahead < 2 else pytest.fail("it waits")  # type: ignore[method-assign]
+
+    def waiting() -> int:
+        if dies:
+            network.kill(0)
+        return timer.num_ahead - (moves and clock.now() > 1000.15)
+
+    timer.waiting = waiting  # type: ignore[method-assign]
+    given = {"geometry": Geometry(2, 1, 1, 2), "timer": timer, "number": 5} | given
+    executor = rank_of(network, timeout=0.2, **given)
+    text = "rank 0 died" if dies else rf"microbatch {moves:d} of iteration 5 .*chunk 0, rank 0 -> 1"
+    with pytest.raises((TransferTimeout, PeerDead), match=text) if ahead else nullcontext():
         executor.run()
+    assert (tasks[:2] if dies and ahead > 1 else tasks) == ran(executor)
+    assert not moves or clock.now() > 1000.35
 
 
 def test_an_iteration_ends_when_its_outputs_have_left_within_the_timeout(
@@ -322,11 +337,13 @@ def test_what_arrives_ends_a_sleep(
 
 
 class Late(TaskTimer):
-    """A device that has the input of the last task at the tenth look; it keeps how often it was
-    looked at before each task.
-    """
+    """A device that is busy at four looks and has an input at the tenth; keeps looks by task."""
 
-    looks = 0
+    looks, pauses = 0, 0
+
+    def pause(self) -> float:
+        self.pauses += 1
+        return 0.0 if self.pauses > 4 else 0.1
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,25 +361,17 @@ class Late(TaskTimer):
 def test_a_rank_rests_between_looks_at_its_device_and_chooses_nothing_meanwhile(
     clock: VirtualClock, naps: list[tuple[float, bool]]
 ) -> None:
-    """An arrival that nobody looks at would end every later rest at once."""
+    """A loop that polls without sleeping keeps the interpreter from a data loader's thread. An
+    arrival that nobody looks at would end every later rest at once.
+    """
     network = network_of(LAST, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
     put(network, 2)
     timer = Late()
-    rank_of(network, TWO, timer=timer).run()
-    assert timer.begins == [0, 10]
+    rank_of(network, Geometry(2, 1, 1, 2), split_backward=True, timer=timer).run()
+    assert timer.begins[:2] == [0, 10]
     rests = [ended for seconds, ended in naps if seconds < 1e-4]
     assert len(rests) == 9 and rests.count(True) <= 1
-
-
-def test_the_wait_of_a_task_without_a_gap_before_it_starts_now(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not at the clock's zero."""
-    network, timer = network_of(LAST, delay=0.05, ahead=True), StartsLater()
-    put(network, 1)
-    monkeypatch.setattr(Decider, "next", lambda own, _: own.next_coming([1]))
-    rank_of(network, ONE, timer=timer, timeout=100.0).run()
-    assert not timer.waiting(), "it was waited for"
+    assert [seconds for seconds, _ in naps[:5]] == [*[1e-3] * 4, 5e-5]
 
 
 def test_no_cause_is_told_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

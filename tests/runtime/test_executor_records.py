@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import megatron.dpp.runtime.gaps as clocked
 from megatron.dpp.inject import Task
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.gaps import Gaps
@@ -19,7 +20,7 @@ from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.trace import Recorder
 from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import FIRST, LAST, Arithmetic, network_of, put, rank_of
-from tests.runtime.test_executor_contract import ONE, TWO
+from tests.runtime.test_executor_contract import TWO
 
 
 class Log(Recorder):
@@ -30,6 +31,9 @@ class Log(Recorder):
     def __init__(self) -> None:
         self.gaps: list[tuple[int, int, str, str]] = []
         self.events: list[str] = []
+
+    def mark(self) -> int:
+        return int(clocked.time.monotonic() * 1e9)
 
     def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
         self.events.append(f"{chunk}{kind}{microbatch}")
@@ -52,9 +56,11 @@ class Log(Recorder):
             self.events.append(f"held {value:g}")
 
 
-def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock, ahead: bool) -> None:
     """One gap per wait, with the tasks that would have run; it ends before its task begins."""
-    network = network_of(LAST, delay=lambda _, __, n: 2.0 * (n + 1), clock=clock, stepping=True)
+    late: dict[str, Any] = {"delay": lambda _, __, n: 2.0 * (n + 1), "clock": clock}
+    network = network_of(LAST, stepping=True, ahead=ahead, **late)
     put(network, 2)
     log = Log()
     rank_of(network, TWO, recorder=log).run()
@@ -63,7 +69,8 @@ def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> 
         (pytest.approx(0.0, abs=1e-6), pytest.approx(2.0), "warm-up", "F0"),
         (pytest.approx(2.0), pytest.approx(4.0), "message", "F0"),
     ]
-    once = ["gap", "0F0", "taken 0", "end", "held 0"]
+    begin = ["taken 0 ahead", "gap", "0F0"] if ahead else ["gap", "0F0", "taken 0"]
+    once = [*begin, "end", "held 0"]
     assert log.events == once + [e.replace("F0", "F1").replace("n 0", "n 1") for e in once]
 
 
@@ -109,19 +116,6 @@ def test_pieces_of_a_w_are_recorded_one_by_one_and_timed_together() -> None:
     assert Noting.told == [("F", 1), ("B", 1), 1, 2, 3, ("W", 3)]
 
 
-@pytest.mark.parametrize("launch_ahead", [True, False])
-def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(
-    clock: VirtualClock, launch_ahead: bool
-) -> None:
-    """The gap lasts until the task has its input."""
-    network = network_of(LAST, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
-    put(network, 1)
-    log, alone = Log(), ONE
-    rank_of(network, alone, recorder=log, launch_ahead=launch_ahead).run()
-    ahead, usual = ["taken 0 ahead", "0F0", "end", "held 0", "gap"], ["gap", "0F0", "taken 0"]
-    assert log.events == (ahead if launch_ahead else [*usual, "end", "held 0"])
-
-
 def test_a_wait_behind_a_task_becomes_one_for_an_input(clock: VirtualClock) -> None:
     class Busy(TaskTimer):
         pauses: ClassVar = [1.0, 1.0]
@@ -132,7 +126,7 @@ def test_a_wait_behind_a_task_becomes_one_for_an_input(clock: VirtualClock) -> N
     network = network_of(LAST, delay=lambda *_: 0.5, clock=clock, stepping=True)
     put(network, 1)
     log = Log()
-    rank_of(network, ONE, recorder=log, timer=Busy()).run()
+    rank_of(network, Geometry(2, 1, 1, 1), recorder=log, timer=Busy()).run()
     assert [gap[2:] for gap in log.gaps] == [("lookahead", ""), ("warm-up", "F0")]
 
 

@@ -203,7 +203,9 @@ def test_links_are_opened_as_the_configuration_says(
 
 
 @pytest.mark.parametrize("received", [1, 2])
-def test_a_microbatch_has_arrived_with_all_of_its_tensors(received: int) -> None:
+def test_a_microbatch_has_arrived_with_all_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, received: int
+) -> None:
     """Each channel counts in the tensors of its own boundary."""
     topology = Topology((0, 1, 2), 1, 1)
     specs = topology.channels([4] * received, [4, 4, 4], 4)
@@ -219,6 +221,8 @@ def test_a_microbatch_has_arrived_with_all_of_its_tensors(received: int) -> None
         assert counted[places[Direction.FORWARD]] == 4 // received
         assert counted[places[Direction.BACKWARD]] == 1
     assert not Links(FakeNetwork(list(specs)).transport(1), topology, received, 3).coming()
+    monkeypatch.setattr(opening, "why_not_ahead", lambda transport: "it would hold up others")
+    assert not Links(network.transport(1), topology, received, 3).coming()
 
 
 @pytest.mark.parametrize("forward_only", [False, True])

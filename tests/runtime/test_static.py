@@ -37,6 +37,8 @@ def two_ranks() -> FakeNetwork:
 class Wire:
     """A transport whose neighbours send what they are asked to, and that notes what is put."""
 
+    ahead = False
+
     def __init__(self, *arriving: torch.Tensor) -> None:
         ways = (Direction.FORWARD, Direction.BACKWARD)
         self.outgoing = [SimpleNamespace(direction=way) for way in ways]
@@ -51,8 +53,11 @@ class Wire:
         self.put_so_far.append((channel, microbatch, tensor.tolist()))
 
     def poll(self) -> list[int]:
-        """One message more than was taken has arrived."""
-        return [count + 1 for count in self.took]
+        """One message more than was taken has arrived; ``ahead``: it is coming."""
+        return [count + (not self.ahead) for count in self.took]
+
+    def coming(self) -> list[int]:
+        return [count + 1 for count in self.took] if self.ahead else []
 
     def take(self, channel: int) -> Any:
         self.took[channel] += 1
@@ -60,6 +65,9 @@ class Wire:
 
     def departed(self, source: int) -> bool:
         return False
+
+    def links(self) -> list[Any]:
+        return []
 
     def flush(self, timeout: float) -> None:
         self.flushed += 1
@@ -86,9 +94,11 @@ def test_messages_are_numbered_by_direction_and_flushed_after_the_step() -> None
     assert wire.put_so_far == [(0, 0, rows), (0, 1, rows), (1, 0, rows)]
 
 
-def test_what_is_received_comes_in_order_from_its_side() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_received_comes_in_order_from_its_side(ahead: bool) -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
     wire: Any = Wire(one, two)
+    wire.ahead = ahead
     exchange = ChannelExchange(wire, timeout=5.0)
     previous, following, handles = ask(exchange, recv_prev=True, recv_next=True)
     assert torch.equal(previous, one) and torch.equal(following, -one) and handles is None
@@ -115,7 +125,8 @@ def test_a_sender_is_waited_for_unless_it_has_left() -> None:
     wire: Any = Wire(torch.ones(2))
     looks = iter([[0, 0]])
     wire.poll = lambda: next(looks, [1, 0])
-    wire.departed, wire.wait = lambda source: True, lambda seconds: None
+    left = iter([False])
+    wire.departed, wire.wait = lambda source: next(left, True), lambda seconds: None
     assert torch.equal(ChannelExchange(wire, timeout=5.0).take(Direction.FORWARD), torch.ones(2))
 
 
@@ -233,7 +244,7 @@ def test_tasks_cost_a_share_of_the_rank_and_a_backward_twice_as_much(
     monkeypatch.setattr(static, "around_steps", lambda _, one: nullcontext(after.append(one)))
     monkeypatch.setattr(static, "static_schedule", lambda *_: lambda **given: [])
     monkeypatch.setattr(static, "injector_of", lambda *_: injector)
-    monkeypatch.setattr(static, "timer_for", lambda *, follow: timer if follow else None)
+    monkeypatch.setattr(static, "timer_for", lambda: timer)
     monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", lambda *_, **__: False)
     own = StaticSchedule(DppConfig(inject="delay:1ms"), seed=1)
     own.iteration = 9

@@ -52,12 +52,19 @@ class Device:
         self.now = max(self.now, self.free_at) + 1.0
         timer.pause()
 
-    def learned(self, lookahead: float | None) -> DeviceTimer:
+    def learned(self, lookahead: float) -> DeviceTimer:
         """A timer that knows that a task takes a second, with nothing queued."""
-        timer = DeviceTimer(lookahead)
+        timer = looking_ahead(lookahead)
         self.run(timer)
         assert timer.pause() == 0.0 and timer.durations[KEY] == pytest.approx(1.0)
         return timer
+
+
+def looking_ahead(seconds: float) -> DeviceTimer:
+    """A timer that chooses so long before the end of the queued work."""
+    timer = DeviceTimer()
+    timer.lookahead = lambda: seconds  # type: ignore[method-assign]
+    return timer
 
 
 @pytest.fixture
@@ -101,7 +108,14 @@ def test_the_next_task_is_chosen_so_long_before_the_end_of_the_running_one(devic
     assert timer.pause() > 0.0
     device.now += 0.1
     assert timer.pause() == 0.0
-    assert DeviceTimer(None).pause() == 0.0, "nothing is known, and nothing is queued"
+    assert DeviceTimer().pause() == 0.0, "nothing is known, and nothing is queued"
+    device.now += 5.0
+    for _ in range(2):
+        device.launch(timer)
+    device.now += 1.0
+    assert timer.pause() == pytest.approx(0.75), "it runs from the end of the one before"
+    device.now += 0.5
+    assert timer.pause() == pytest.approx(0.25)
 
 
 def test_short_tasks_are_queued_until_they_last_as_long(device: Device) -> None:
@@ -116,11 +130,8 @@ def test_short_tasks_are_queued_until_they_last_as_long(device: Device) -> None:
     assert timer.pause() == 0.0
 
 
-@pytest.mark.parametrize("lookahead", [100.0, None])
-def test_of_tasks_never_seen_only_one_is_queued_ahead(
-    device: Device, lookahead: float | None
-) -> None:
-    timer = DeviceTimer(lookahead)
+def test_of_tasks_never_seen_only_one_is_queued_ahead(device: Device) -> None:
+    timer = looking_ahead(100.0)
     device.launch(timer)
     assert timer.pause() == 0.0
     device.launch(timer)
@@ -139,37 +150,29 @@ def test_a_task_runs_from_the_beginning_of_its_launch(device: Device) -> None:
     assert timer.pause() > 0.0
 
 
-def test_a_task_that_waited_in_the_queue_runs_from_the_end_of_the_one_before(
-    device: Device,
-) -> None:
-    timer = device.learned(0.25)
-    for _ in range(2):
-        device.launch(timer)
-    device.now += 1.0
-    assert timer.pause() == pytest.approx(0.75)
-    device.now += 0.5
-    assert timer.pause() == pytest.approx(0.25)
-
-
 def test_a_task_launched_ahead_of_its_input_begins_when_the_device_has_it(device: Device) -> None:
+    """Several may wait."""
     timer = device.learned(0.25)
     assert not timer.waiting()
-    device.free_at = device.now + 5.0  # the device waits for the input
-    timer.begin(ahead=True)
-    device.queue(1.0)
-    timer.launched(KEY)
-    device.now += 4.0
-    assert timer.waiting()
-    device.now += 1.1
-    assert not timer.waiting() and timer.pause() > 0.0
-    device.now += 0.8
-    assert timer.pause() == 0.0
-    device.now += 1.0
-    assert timer.pause() == 0.0 and timer.durations[KEY] == pytest.approx(1.0)
+    for _ in range(2):
+        device.free_at = max(device.free_at, device.now) + 5.0  # the device waits for the input
+        timer.begin(ahead=True)
+        device.queue(1.0)
+        timer.launched(OTHER)
+    assert timer.waiting() == 2
+    device.now += 6.5
+    for _ in range(2):
+        device.launch(timer)
+    assert timer.durations[OTHER] == pytest.approx(1.0), "although nobody asks when to choose"
+    assert timer.waiting() == 1, "the first one's events are recorded anew"
+    device.now += 5.0
+    assert not timer.waiting() and timer.pause() == pytest.approx(2.75), "it has just been seen"
+    device.now = device.free_at
+    assert timer.pause() == 0.0 and timer.durations[OTHER] == pytest.approx(1.0)
 
 
 def test_one_launch_that_took_long_does_not_fill_the_queue(device: Device) -> None:
-    timer = DeviceTimer(None)
+    timer = DeviceTimer()
     device.run(timer, takes=100.0)  # a graph was captured
     timer.durations[KEY] = 1.0
     device.launch(timer)
@@ -189,33 +192,18 @@ def test_tasks_go_on_only_while_the_next_one_could_be_chosen(device: Device) -> 
     timer.launched(KEY, 1.0, 2)
     timer.begin()
     assert not timer.goes_on(KEY, 1.0, 1), "two are queued before it"
-    timer.follow = True
-    assert timer.goes_on(KEY, 1.0, 9), "the leader decides"
 
 
-def test_a_follower_never_waits_and_learns_all_the_same(device: Device) -> None:
-    """It launches what its leader decided, and its first look is at the next launch."""
-    for timer, waits in ((DeviceTimer(0.0), True), (DeviceTimer(0.0, follow=True), False)):
-        device.launch(timer, 3.0)
-        device.now += 10.0
-        device.launch(timer, 3.0)
-        assert timer.durations == ({} if waits else {KEY: pytest.approx(3.0)})
-        assert (timer.pause() > 0.0) == waits
-        device.now += 10.0
-
-
-@pytest.mark.parametrize("follow", [False, True])
-def test_a_gpu_has_a_timer_of_its_own(monkeypatch: pytest.MonkeyPatch, follow: bool) -> None:
+def test_a_gpu_has_a_timer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    timer = timer_for(follow=follow)
-    assert isinstance(timer, DeviceTimer) and timer.follow is follow
+    assert isinstance(timer_for(), DeviceTimer)
 
 
 # Durations ----------------------------------------------------------------------------------------
 
 
 def test_a_duration_follows_changes_by_a_quarter(device: Device) -> None:
-    timer = DeviceTimer(None)
+    timer = DeviceTimer()
     for seconds, expected in ((4.0, 4.0), (8.0, 5.0), (1.0, 4.0), (4.0, 4.0)):
         device.run(timer, seconds)
         assert timer.durations == {KEY: pytest.approx(expected)}
@@ -224,7 +212,7 @@ def test_a_duration_follows_changes_by_a_quarter(device: Device) -> None:
 
 
 def test_tasks_in_one_pair_of_events_are_learnt_by_their_share(device: Device) -> None:
-    timer = DeviceTimer(0.25)
+    timer = looking_ahead(0.25)
     device.run(timer, 3.0, number=3)
     assert timer.durations[KEY] == pytest.approx(1.0)
     device.launch(timer, 3.0, number=3)
@@ -234,7 +222,7 @@ def test_tasks_in_one_pair_of_events_are_learnt_by_their_share(device: Device) -
 
 def left_after(device: Device, size: float, *runs: tuple[float, float]) -> float:
     """Seconds that are expected of a task of ``size`` behind tasks of (size, seconds)."""
-    timer = DeviceTimer(0.0)
+    timer = looking_ahead(0.0)
     for of_size, seconds in runs:
         device.run(timer, seconds, size=of_size)
     device.launch(timer, size=size)
@@ -274,7 +262,7 @@ def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device)
     """Long kernels of an output layer do not hide that the other layers are launch-bound. First
     times include initialisation, and later ones are disturbed: the shortest count.
     """
-    timer = DeviceTimer(None)
+    timer = DeviceTimer()
     for chunk, seconds in ((0, 1.0), (1, 9.0)):
         for kind in ("F", "B"):
             for disturbed in (9.0, 0.0, 2.0):
@@ -288,14 +276,14 @@ def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device)
 
 def test_a_short_microbatch_does_not_make_a_chunk_launch_bound(device: Device) -> None:
     """Graphs were captured for long microbatches because launching the shortest took its time."""
-    timer = DeviceTimer(None)
+    timer = DeviceTimer()
     for size, seconds in ((0.1, 1.0), (1.0, 10.0), (0.7, 7.0), (0.1, 1.0)):
         device.run(timer, seconds, size=size, takes=1.0)
     assert timer.launch_share([KEY[1]]) == pytest.approx(1 / 6)
 
 
 def test_tasks_of_all_durations_use_few_events(device: Device) -> None:
-    timer = DeviceTimer(None)
+    timer = DeviceTimer()
     for number in range(20):
         device.run(timer, 1.0 + number % 3, prolong=(1.0, 0.5))
     assert device.events <= 5
@@ -306,7 +294,7 @@ def test_tasks_of_all_durations_use_few_events(device: Device) -> None:
 
 def test_a_task_is_prolonged_by_a_factor_of_its_shortest_time(device: Device) -> None:
     """Its own time is learned without the delay."""
-    timer = DeviceTimer(None)
+    timer = DeviceTimer()
     device.run(timer, 2.0, prolong=(3.0, 0.0))
     assert not device.sleeps, "its own time is not known yet"
     device.run(timer, 4.0, prolong=(1.5, 0.25))
@@ -338,7 +326,7 @@ def test_the_next_task_is_chosen_after_the_delay_too(device: Device) -> None:
 
 def test_delays_follow_the_clock_of_the_device(device: Device) -> None:
     """By a quarter; one of a millisecond or less is too short to measure."""
-    timer = DeviceTimer(None)
+    timer = DeviceTimer()
     device.run(timer, prolong=(1.0, 1.0))
     device.rate = 0.5e9
     for seconds in (0.001, 1.0, 1.0):

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.dpp.runtime.links import Links
-from megatron.dpp.schedule import DIRECTION_OF, Action, Kind, Scheduler
+from megatron.dpp.schedule import BUILT_IN, DIRECTION_OF, Action, Kind, Replay, Scheduler
+from megatron.dpp.schedule.policies import meant, megatron
 from megatron.dpp.trace import IdleCause
 
 
@@ -43,6 +44,15 @@ class Decider:
         """No task is left to run."""
         return self.scheduler.done
 
+    @property
+    def in_order(self) -> bool:
+        """The next task is the same whatever has arrived: no other could fill the wait for it."""
+        scheduler, policy = self.scheduler, self.scheduler.policy
+        if scheduler.weight() is not None or isinstance(policy, Replay):
+            return isinstance(policy, Replay)
+        one = scheduler.geometry.forward_only and scheduler.geometry.num_chunks == 1
+        return policy in BUILT_IN.values() if one else meant(policy, scheduler) is megatron
+
     def look_ahead(self) -> None:
         """Decide the next task early, if the other members get to know of it late. Called once the
         size of the current task's microbatch is known: before it runs, or behind a first stage's F.
@@ -67,12 +77,16 @@ class Decider:
     def next_coming(self, coming: Sequence[int]) -> Action | None:
         """The task that one message in flight allows, gradients first; None if none does.
 
-        Only that message counts as arrived, so that no later choice depends on another.
+        Only that message counts as arrived, so that no later choice depends on another. Where
+        choices depend on none, all count.
 
         Args:
             coming: microbatches per incoming channel that have arrived or are in flight, as
                 :meth:`next` takes them; empty if unknown.
         """
+        if coming and self.in_order:
+            self._tell(coming)
+            return self.scheduler.next()
         index = self._wanted_in(coming) if coming else None
         if index is None:
             return None

@@ -264,7 +264,6 @@ class DppSchedule(PipelineSchedule):
             iteration=Iteration(
                 number=iteration,
                 timeout=self.config.timeout,
-                launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
                 count_tokens=tokens.count,
                 sizes_agree=tells,
                 longer=self._slicing.longer(stage.call),

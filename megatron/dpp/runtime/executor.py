@@ -12,6 +12,7 @@ iteration.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -62,7 +63,6 @@ class Iteration:
     Args:
         number: that every message of this iteration carries.
         timeout: seconds without any progress after which the rank gives up.
-        launch_ahead: launch a task before its input has arrived, if nothing else may run.
         count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
             where it cannot tell.
         sizes_agree: all ranks that run this order have microbatches of the same sizes. If not,
@@ -73,7 +73,6 @@ class Iteration:
 
     number: int
     timeout: float
-    launch_ahead: bool = True
     count_tokens: Callable[[Tensors], int | None] = lambda _: None
     sizes_agree: bool = True
     longer: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -112,8 +111,9 @@ class Executor:
         self._mail = Mail(links, recorder, iteration.number, iteration.timeout, units)
         self._gaps = Gaps(recorder, self._decider)
         self._timer, self._injector = timer, injector
-        self._awaited: tuple[int, int] | None = None
-        """Channel and microbatch of the input that the device waits for."""
+        self._awaited: deque[tuple[int, int]] = deque()
+        """Channel and microbatch of the inputs that the device may wait for, oldest first."""
+        self._awaited_since = 0.0
         self.first_size: int | None = None
         """Tokens of microbatch 0; None where they cannot be counted."""
         self.actions: list[Action] = []
@@ -148,10 +148,12 @@ class Executor:
             arrived = poll()
             if bounded:
                 self._scheduler.hold_back(held=mail.is_full())
-            if self._awaited is not None and not self._input_came():
+            in_order = decider.in_order
+            if self._awaited and not self._inputs_came() and not in_order:
+                self._rest(_LOOK_SECONDS)
                 begin = 0
                 continue
-            pause = timer.pause()
+            pause = 0.0 if in_order or decider.followed else timer.pause()
             if pause > 0.0:
                 self._gaps.open(IdleCause.LOOKAHEAD)
                 self._rest(pause - _WAKE_SECONDS)
@@ -169,44 +171,47 @@ class Executor:
             end = now()
             self.overhead_ns += end - begin - self._runner_ns
             begin = end
-        while self._awaited is not None and not self._input_came():
+        while self._awaited and not self._inputs_came():
+            self._rest(_LOOK_SECONDS)
             poll()  # what ends the wait may be a failure
         self._transport.flush(self._timeout)
         self._links.consume(self._geometry)
 
     def _next_coming(self) -> Action | None:
         """The task whose input is in flight, to be launched ahead of it if nothing else may run:
-        the device then waits for the input, and not for the host.
+        the device then waits for the input, and not for the host. Fused backwards are too long to
+        be chosen early.
         """
         self._gaps.describe(self._mail.arrived)
-        ahead = self._iteration.launch_ahead
+        ahead = any(self._pieces) or self._geometry.forward_only or self._decider.in_order
         return self._decider.next_coming(self._links.coming() if ahead else ())
 
     def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
-        if not ahead and self._gaps.cause:
-            self._gaps.close()  # else it lasts until the device has got the task's input
+        self._gaps.close()
         if self._records:
             self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
         self._timer.begin(ahead=ahead)
 
     def _receive(self, action: Action, direction: Direction) -> Tensors | None:
-        """Begin a task and take its input. An input in flight is taken first, and a gap lasts until
-        it has arrived.
+        """Begin a task and take its input. An input in flight is taken first, so that the task
+        begins, and a gap ends, when the device has it.
         """
         mail = self._mail
         channel = mail.incoming(direction, action.chunk)
         if channel is None:
             self._begin(action)
             return None
-        ahead = mail.is_ahead(channel)
-        if not ahead:
+        if not mail.is_ahead(channel):
             self._begin(action)
+            return mail.take(channel, action.microbatch)
+        if not self._gaps.cause:  # it was chosen without an idle look
+            self._gaps.open(IdleCause.MESSAGE, f"{_KIND_NAMES[action.kind]}{action.chunk}")
+        if not self._awaited:
+            self._awaited_since = time.monotonic()
+        self._awaited.append((channel, action.microbatch))
         received = mail.take(channel, action.microbatch)
-        if ahead:
-            self._awaited = channel, action.microbatch
-            self._gaps.open(IdleCause.MESSAGE)  # if it was chosen without an idle look
-            self._begin(action, ahead=True)
+        self._begin(action, ahead=True)
         return received
 
     def _timed(self, function: Callable[..., Any], *given: Any) -> Any:
@@ -289,7 +294,8 @@ class Executor:
         """
         yield first.piece
         key, size, number = ("W", first.chunk), self._shares[first.microbatch], 1
-        while self._injector is None and self._timer.goes_on(key, size, number):
+        follows = self._decider.followed
+        while self._injector is None and (follows or self._timer.goes_on(key, size, number)):
             action = self._decider.run_on(self._mail.poll())
             if action is None:
                 return
@@ -351,22 +357,20 @@ class Executor:
         nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a free slot wakes no sleeper
         self._transport.wait(min(nap, self._timeout - waited + 1e-3))
 
-    def _input_came(self) -> bool:
-        """True, and the end of the gap, when the device has the input that it waits for.
+    def _inputs_came(self) -> bool:
+        """True when the device has all inputs of tasks that were launched ahead.
 
         Raises:
-            TransferTimeout: it has waited for ``timeout`` seconds.
+            TransferTimeout: it has waited for the oldest one for ``timeout`` seconds.
         """
-        assert self._awaited is not None
-        if not self._timer.waiting():
-            self._awaited = None
-            self._gaps.close()
-            return True
-        waited = self._gaps.seconds
-        if waited > self._timeout:
-            channel, microbatch = self._awaited
+        now, num_awaited = time.monotonic(), self._timer.waiting()
+        while len(self._awaited) > num_awaited:
+            self._awaited.popleft()
+            self._awaited_since = now
+        waited = now - self._awaited_since
+        if self._awaited and waited > self._timeout:
+            channel, microbatch = self._awaited[0]
             raise self._transport.overdue(
                 channel, waited, iteration=self._iteration.number, microbatch=microbatch
             )
-        self._rest(_LOOK_SECONDS)
-        return False
+        return not self._awaited

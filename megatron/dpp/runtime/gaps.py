@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.schedule import DIRECTION_OF, Cause
@@ -21,6 +22,9 @@ _KIND_NAMES = {way: kind.name for kind, way in DIRECTION_OF.items()}
 class Gaps:
     """The gaps of one rank. At most one is open; it goes to the recorder when it is closed.
 
+    On a GPU a gap lasts from the end of the work that is queued when it is opened to the moment at
+    which the device gets to what is queued behind its end: no time of the host.
+
     Args:
         recorder: takes each gap with its cause.
         decider: explains why nothing may run.
@@ -30,34 +34,32 @@ class Gaps:
         self._recorder, self._decider = recorder, decider
         self._is_read = recorder.enabled
         self._tells_causes = recorder.enabled and decider.shares_order
-        self._start = self._cause_start = 0
+        self._since = 0.0
+        self._start: Any = None
         self.cause = self._detail = ""
         """The cause of the open gap; empty if none is open."""
 
     @property
     def seconds(self) -> float:
         """Seconds since the open gap began."""
-        return (time.monotonic_ns() - self._start) * 1e-9
+        return time.monotonic() - self._since
 
     def open(self, cause: str, detail: str = "") -> None:
         """Begin a gap, or go on with it for another cause if it began or goes on with another
         member's delay.
         """
-        if self.cause == _LOOKAHEAD != cause:
-            self.close()
-        now = time.monotonic_ns()
-        if not self.cause:
-            self._start = now
-        elif cause == self.cause or not {cause, self.cause} & _AGREEMENT:
+        begins = self.cause in ("", _LOOKAHEAD)
+        if cause == self.cause or not (begins or {cause, self.cause} & _AGREEMENT):
             return
-        else:
-            self._recorder.gap(self._cause_start, now, self.cause, self._detail)
-        self._cause_start, self.cause, self._detail = now, cause, detail
+        self.close()
+        if begins:
+            self._since = time.monotonic()
+        self._start, self.cause, self._detail = self._recorder.mark(), cause, detail
 
     def close(self) -> None:
         """End the gap; nothing if none is open."""
         if self.cause:
-            self._recorder.gap(self._cause_start, time.monotonic_ns(), self.cause, self._detail)
+            self._recorder.gap(self._start, self._recorder.mark(), self.cause, self._detail)
             self.cause = ""
 
     def describe(self, arrived: Sequence[int]) -> None:
@@ -72,8 +74,7 @@ class Gaps:
         if not self._is_read:
             self.open(_MESSAGE)
             return
-        cause = self._decider.held_up_by(arrived) if self._tells_causes else ""
-        if cause:
+        if cause := self._tells_causes and self._decider.held_up_by(arrived):
             self.open(cause)
             return
         stall = self._decider.scheduler.stall()

@@ -58,6 +58,7 @@ class Links:
         """Microbatches of earlier iterations, per incoming channel."""
         self.whole = max(self.tensors_in, default=1) == 1
         """Every microbatch is one tensor on each channel."""
+        self.why_not_ahead = why_not_ahead(transport)
 
     def incoming(self, direction: Direction, chunk: int) -> int | None:
         """Index of the channel that feeds a task of ``chunk``; None where the task needs no
@@ -76,8 +77,8 @@ class Links:
         return self._in_microbatches(self.transport.poll())
 
     def coming(self) -> Sequence[int]:
-        """As :meth:`poll`, with microbatches in flight that may be taken; empty if unknown."""
-        return self._in_microbatches(self.transport.coming())
+        """As :meth:`poll`, with microbatches in flight that may be taken; empty if none may."""
+        return () if self.why_not_ahead else self._in_microbatches(self.transport.coming())
 
     def _in_microbatches(self, messages: Sequence[int]) -> Sequence[int]:
         if self.whole:
@@ -147,24 +148,27 @@ def injector_of(config: DppConfig, topology: Topology, seed: int) -> Injector | 
 
 
 def await_message(
-    transport: Transport, channel: int, before: int, seconds: float, iteration: int, microbatch: int
+    transport: Transport, channel: int, seen: int, seconds: float, *label: int, ahead: bool = False
 ) -> None:
-    """Wait until more than ``before`` messages have arrived on a channel.
+    """Wait until more than ``seen`` messages have arrived on a channel; ``ahead``: or one in flight
+    that may be taken.
 
     Args:
-        iteration, microbatch: of the message, for the error.
+        label: the message's iteration and microbatch, for the error.
 
     Raises:
         PeerDead: the sender has closed its links.
         TransferTimeout: nothing came for ``seconds``.
     """
     begin, source = time.monotonic(), transport.incoming[channel].source
-    while transport.poll()[channel] <= before:
+    while True:
+        left = transport.departed(source)  # before the look at what it sent
+        arrived = transport.poll()
+        if ((ahead and transport.coming()) or arrived)[channel] > seen:
+            return
         waited = time.monotonic() - begin
-        left = transport.departed(source)
-        arrived = transport.poll()[channel] > before  # after the look at the sender
-        if (left or waited > seconds) and not arrived:
-            raise transport.overdue(channel, waited, iteration=iteration, microbatch=microbatch)
+        if left or waited > seconds:
+            raise transport.overdue(channel, waited, iteration=label[0], microbatch=label[1])
         transport.wait(_NAP_SECONDS)
 
 

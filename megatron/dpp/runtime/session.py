@@ -12,7 +12,7 @@ from megatron.dpp.core.call import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.links import Links, injector_of, links_of, why_not_ahead
+from megatron.dpp.runtime.links import Links, injector_of, links_of
 from megatron.dpp.runtime.stage_group import StageGroup, pipeline_of, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology
@@ -37,7 +37,6 @@ class Session:
     boundaries: Boundaries
     timer: TaskTimer
     injector: Injector | None
-    launch_ahead: bool
     decisions: Decisions
     """Kept when links are opened anew, so that recordings and replays go on."""
 
@@ -107,15 +106,13 @@ class Session:
             stage_ranks=self.group.ranks,
             injector=self.injector,
         )
-        reason = why_not_ahead(self.links.transport)
-        self.launch_ahead = reason is None
-        if reason is not None:
+        if reason := self.links.why_not_ahead:
             self._warn(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
         board = self.links.transport.board
         follow = board is not None and board.index > 0
         if not self._has_decisions:
             self.decisions = Decisions(config, self._log, replica_of(call), decides=not follow)
-        self.timer = timer_for(follow=follow)
+        self.timer = timer_for()
         self._has_decisions = self.is_open = True
 
     def close_links(self) -> None:

@@ -33,7 +33,7 @@ from megatron.dpp.runtime.host_trace import (
     around_steps,
     traced,
 )
-from megatron.dpp.runtime.links import await_message, injector_of, open_links
+from megatron.dpp.runtime.links import await_message, injector_of, open_links, why_not_ahead
 from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology
@@ -100,7 +100,7 @@ class StaticSchedule(PipelineSchedule):
 
     @cached_property
     def _timer(self) -> TaskTimer:
-        return timer_for(follow=True)
+        return timer_for()
 
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
@@ -221,6 +221,7 @@ class ChannelExchange:
 
     def __init__(self, transport: Transport, timeout: float) -> None:
         self.transport, self._timeout = transport, timeout
+        self._ahead = why_not_ahead(transport) is None
         self._out = {spec.direction: i for i, spec in enumerate(transport.outgoing)}
         self._in = {spec.direction: i for i, spec in enumerate(transport.incoming)}
         self._num_sent = dict.fromkeys(Direction, 0)
@@ -253,14 +254,14 @@ class ChannelExchange:
         self.transport.put(self._out[way], payload, iteration=0, microbatch=number)
 
     def take(self, way: Direction) -> torch.Tensor:
-        """The next message that comes from this side.
+        """The next message that comes from this side, for which the device may still wait.
 
         Raises:
             PeerDead: its sender has left.
             TransferTimeout: it did not come in time.
         """
         channel, number = self._in[way], self._num_taken[way]
-        await_message(self.transport, channel, number, self._timeout, 0, number)
+        await_message(self.transport, channel, number, self._timeout, 0, number, ahead=self._ahead)
         self._num_taken[way] += 1
         return self.transport.take(channel).tensor
 

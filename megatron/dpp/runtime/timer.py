@@ -4,7 +4,7 @@ On a CPU a task is over when its call returns. On a GPU a call only queues work.
 that queues several tasks decides too early; one that waits for an idle device leaves it idle while
 the next task is launched. ``DeviceTimer`` allows the next decision when the queued work lasts as
 long as launching a task takes, by the durations measured so far
-(docs/decisions/0007-lookahead.md has the measurements).
+(docs/decisions/schedule.md, 0007).
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class TaskTimer:
         """Expected seconds until the next task may be chosen; 0 for now."""
         return 0.0
 
-    def waiting(self) -> bool:
-        """True while the device waits for the input of a task that was launched ahead of it."""
-        return False
+    def waiting(self) -> int:
+        """Tasks launched ahead of their inputs that the device has not begun."""
+        return 0
 
     def launch_share(self, chunks: Sequence[int]) -> float:
         """The largest share of launching in the task time of any of ``chunks``; 0 on a CPU."""
@@ -136,17 +136,10 @@ class _Delay:
 
 
 class DeviceTimer(TaskTimer):
-    """The timer of a GPU, where the next task is chosen when the running one is nearly over.
+    """The timer of a GPU, where the next task is chosen when the running one is nearly over."""
 
-    Args:
-        lookahead: seconds of device work that may be left when the next task is chosen; None takes
-            the longest time that launching a task takes, but no longer than the longest task.
-        follow: never wait (a follower of its stage's leader, or a static schedule).
-    """
-
-    def __init__(self, lookahead: float | None = None, *, follow: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.lookahead, self.follow = lookahead, follow
         self._running: deque[_Running] = deque()
         self._growth: dict[tuple[str, int], _Growth] = {}
         self._free: list[Any] = []
@@ -159,26 +152,21 @@ class DeviceTimer(TaskTimer):
         self._delay: _Delay | None = None
         self._cycles_per_second = 0.0
         self._launched_ahead = False
-        self._awaited: _Running | None = None
+        self._awaited: deque[_Running] = deque()
 
     def pause(self) -> float:
         self._collect()
-        if self.follow or not self._running:
-            return 0.0
-        return max(0.0, self._left() - self._ahead())
+        return max(0.0, self._left() - self.lookahead()) if self._running else 0.0
 
-    def waiting(self) -> bool:
-        task = self._awaited
-        if task is not None and task.start.query():
-            task.began, self._awaited = time.monotonic(), None
-        return self._awaited is not None
+    def waiting(self) -> int:
+        while self._awaited and self._awaited[0].start.query():
+            self._awaited.popleft().began = time.monotonic()
+        return len(self._awaited)
 
-    def _ahead(self) -> float:
-        """Seconds of queued work at which the next task is chosen; at most a whole task, as a
-        launch may have taken long (a graph was captured, the host was busy).
+    def lookahead(self) -> float:
+        """Seconds of queued work at which the next task is chosen: the longest launch, and at most
+        a whole task, as a launch may have taken long (a graph was captured, the host was busy).
         """
-        if self.lookahead is not None:
-            return self.lookahead
         launch = max(self._launches.values(), default=0.0)
         return min(launch, max(self.durations.values(), default=0.0))
 
@@ -228,14 +216,12 @@ class DeviceTimer(TaskTimer):
             self._delay = _Delay(start, cycles, extra)
 
     def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
-        if self.follow:
-            return True
         queued = _Running(key, size, self._start, None, self._began, None, number)
         self._collect()
         self._running.append(queued)
         left = self._left()
         self._running.pop()
-        return left <= self._ahead()
+        return left <= self.lookahead()
 
     def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
         end = self._event()
@@ -248,9 +234,8 @@ class DeviceTimer(TaskTimer):
         )
         self._delay = None
         if self._launched_ahead:
-            self._awaited = self._running[-1]
-        if self.follow:
-            self._collect()
+            self._awaited.append(self._running[-1])
+        self._collect()
 
     def _collect(self) -> None:
         """Remove finished tasks from the queue's head and learn their durations."""
@@ -268,6 +253,7 @@ class DeviceTimer(TaskTimer):
                 _least(sizes, task.size, took)
             self._last_end = time.monotonic()
             self._free += (task.start, task.end)
+        self.waiting()  # before its events are recorded anew
 
     def _delayed(self, delay: _Delay, end: Any) -> float:
         """Seconds that a delay took. Adapts to the device's clock, which varies with its load:
@@ -299,8 +285,6 @@ class DeviceTimer(TaskTimer):
         return self._cycles_per_second
 
 
-def timer_for(*, follow: bool) -> TaskTimer:
-    """The timer of this machine's kind of device; ``follow`` as in :class:`DeviceTimer`."""
-    if torch.cuda.is_available():
-        return DeviceTimer(follow=follow)
-    return TaskTimer()
+def timer_for() -> TaskTimer:
+    """The timer of this machine's kind of device."""
+    return DeviceTimer() if torch.cuda.is_available() else TaskTimer()

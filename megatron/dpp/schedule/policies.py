@@ -91,20 +91,24 @@ def eager(view: View) -> Action | None:
 
 
 def auto(view: View) -> Action | None:
-    """The policy of :func:`chosen_policy` for the sizes that are known."""
+    """The policy of :func:`meant`."""
+    return meant(auto, view)(view)
+
+
+def meant(policy: Policy, view: View) -> Policy:
+    """``policy``, or that of :func:`chosen_policy` for the sizes that are known."""
     geometry, sizes = view.geometry, view.sizes
+    if policy is not auto:
+        return policy
     if geometry.groups:
-        return (megatron if geometry.num_ranks == 2 else dynamic)(view)
+        return megatron if geometry.num_ranks == 2 else dynamic
     least = sizes.least / sizes.largest
-    return BUILT_IN[chosen_policy("auto", geometry.num_ranks, geometry.num_chunks, least)](view)
+    return BUILT_IN[chosen_policy("auto", geometry.num_ranks, geometry.num_chunks, least)]
 
 
 def chosen_policy(name: str, num_ranks: int, num_chunks: int = 1, least: float = 1.0) -> str:
-    """The policy that ``name`` runs: another one for ``auto`` alone (docs/decisions/schedule.md).
-
-    Args:
-        num_ranks, num_chunks: of the pipeline.
-        least: the shortest microbatch over the longest.
+    """The policy that ``name`` runs: another one for ``auto`` alone (docs/decisions/schedule.md),
+    by the pipeline's shape and ``least``, the shortest microbatch over the longest.
     """
     if name != "auto":
         return name
@@ -143,14 +147,12 @@ def find_policy(name: str) -> Policy:
     if not callable(policy):
         raise ConfigError(f"{given}: {policy!r} cannot be called", given)
     try:
-        signature = inspect.signature(policy)
+        inspect.signature(policy).bind(None)
     except ValueError:  # some callables of CPython have no signature
-        return policy  # type: ignore[no-any-return]
-    try:
-        signature.bind(None)
+        pass
     except TypeError as error:
-        wrong = f"{given}: it takes {signature}, and is called with one view: {error}"
-        raise ConfigError(wrong, given) from error
+        takes = f"it takes {inspect.signature(policy)}, and is called with one view"
+        raise ConfigError(f"{given}: {takes}: {error}", given) from error
     return policy  # type: ignore[no-any-return]
 
 

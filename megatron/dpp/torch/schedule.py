@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from megatron.dpp.config import Backward, DppConfig, missing_part
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.executor import Executor, Iteration
-from megatron.dpp.runtime.links import why_not_ahead
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.session import Session, replica_of
@@ -196,7 +195,6 @@ class DynamicSchedule(PipelineScheduleMulti):
         scheduler = session.decisions.scheduler(
             geometry, backward=backward, largest=session.longest, sizes=sizes
         )
-        ahead = why_not_ahead(links.transport) is None
         executor = Executor(
             runner=runner,
             scheduler=scheduler,
@@ -207,7 +205,6 @@ class DynamicSchedule(PipelineScheduleMulti):
             iteration=Iteration(
                 number=runner.iteration,
                 timeout=self.config.timeout,
-                launch_ahead=ahead and (backward.split or not runner.trains),
             ),
         )
         executor.run()

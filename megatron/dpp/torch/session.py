@@ -58,7 +58,7 @@ class Session:
         follow = dist.get_rank() not in self._members[:1] and bool(self._members)
         self.decisions = Decisions(config, log, replica_of(ranks)[0], decides=not follow)
         on_gpu = self.device.type == "cuda"
-        self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else TaskTimer()
+        self.timer: TaskTimer = DeviceTimer() if on_gpu else TaskTimer()
         self.links: Links | None = None
         self.shapes = Shapes(1, ())
         self.longest = 0
