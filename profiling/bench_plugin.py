@@ -3,7 +3,7 @@
     python profiling/bench_plugin.py --sources DIR [--json FILE]
     python profiling/bench_plugin.py --sources DIR --layers-of transformer_engine --queues 1,8 \\
         --arms static,static-graphs,static-links,megatron,fused,dynamic --more "--swiglu"
-    python profiling/bench_plugin.py --sources DIR --cases lengths,long,fp8,experts,one-queue
+    python profiling/bench_plugin.py --sources DIR --cases lengths,long,fp8,one-queue
 
 DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Rows: sequences of one length;
 of unlike length, one a microbatch; the same padded to geometric length buckets, for each of which
@@ -83,8 +83,7 @@ _OF_LLAMA = ("--layers-of", "transformer_engine", "--block", "7", "--untimed", "
              "--vocabulary", "128255", "--layout", "Ettt|tt|tt|tL", "--more", _LLAMA)  # fmt: skip
 _BUCKETS = "geometric"
 _SHORT = "static,static-links,megatron,fused,dynamic"
-_ALONE = ("--layers-of", "transformer_engine", "--alone", "--rounds", "3", "--passes", "1",
-          "--block", "24")  # fmt: skip
+_ALONE = ("--layers-of", "transformer_engine", "--alone", "--rounds", "3", "--block", "24")
 """A process group per arm; the race of whole steps is in the first turn, which is not timed."""
 _OWN_BEST = f"static,static-graphs,{COMMAND}"
 _345M = ("--rows", "equal", "--hidden", "1024", "--heads", "16", "--layers", "24", "--sequence",
@@ -128,12 +127,6 @@ CASES: dict[str, tuple[str, ...]] = {
         *_OF_LLAMA[:-1], f"{_LLAMA} --fp8-format hybrid --fp8-recipe tensorwise", "--rows",
         "equal,unlike", "--arms",
         "static,static-graphs,static-links,eager-megatron,megatron,fused,dynamic",
-    ),
-    "experts": (
-        "--layers-of", "transformer_engine", "--block", "14", "--untimed", "11", "--rows", "equal",
-        "--hidden", "2048", "--heads", "16", "--arms",
-        "static,static-links,megatron,auto-megatron,fused-megatron,fused,dynamic", "--more",
-        _EXPERTS.replace("topk 8", "topk 6"),
     ),
     "one-queue": (
         *_OF_LLAMA, "--rows", "equal,unlike", "--queues", "1,8", "--runs", "3", "--arms", _SHORT,
@@ -254,7 +247,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         json=("", "file for the results"), rounds=(3, "turns of all arms"),
         block=(8, "steps of an arm's turn"),
         untimed=(4, "first steps of a turn, which are not timed"),
-        passes=(0, "first turns of each arm, which are not timed"),
         runs=(1, "process groups for each number of queues, in turns"),
         seconds=(280.0, "most seconds of a process group"), hidden=4096, layers=8, heads=32,
         sequence=(2048, "longest sequence, or row"), ranks=(2, "pipeline size"), microbatches=16,
@@ -486,7 +478,7 @@ def gains(
                 numbers[line.arm].add((line.loss, line.norm))
         # The last stage's rank has the losses, and its steps are timed.
         last = [line for line in lines if line.loss is not None]
-        timed = plugin_group.timed(last, args.untimed, args.passes)
+        timed = plugin_group.timed(last, args.untimed, int(args.alone and args.rounds > 1))
         for name, of_arm in timed.items():
             turns[name, queues] += [
                 1e3 * statistics.median(line.seconds for line in turn) for turn in of_arm

@@ -91,7 +91,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
     add("--svg", metavar="FILE", help="draw the first seed as SVG")
     add = parser.add_argument_group("schedule").add_argument
-    names = ", ".join((*BUILT_IN, "earlier-dpp", *STATIC))
+    names = ", ".join((*BUILT_IN, *STATIC))
     text = f"{names}, or module:function; repeatable; default dynamic"
     add("--policy", action="append", metavar="NAME", help=text)
     add("--compare", action="store_true", help="add other schedules, and what comes from what")
@@ -287,7 +287,7 @@ def _runs(args: argparse.Namespace, shape: Shape, *, unlike: bool) -> dict[str, 
         return asked
     chosen = arms.Arms(shape.num_chunks, _config(args))
     runs: dict[str, _Run] = {name: partial(chosen.run, name) for name in chosen.names}
-    for name in (*STATIC, "earlier-dpp"):
+    for name in STATIC:
         if name != "interleaved" or shape.num_chunks > 1:
             runs.setdefault(name, _runner(name, args))
     if unlike:
@@ -306,8 +306,6 @@ def _in_best_order(run: _Run, climb: int, shape: Shape, costs: Costs) -> Result:
 def _runner(name: str, args: argparse.Namespace) -> _Run:
     if name in STATIC:
         return partial(run_static, name)
-    if name == "earlier-dpp":  # the first ready backward, else forward; no memory limit
-        return ScheduleConfig(policy="depth-first", cap="none", split_backward=False).run
     return dataclasses.replace(_config(args), policy=name).run
 
 

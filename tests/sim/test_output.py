@@ -66,7 +66,7 @@ def test_a_comparison_has_all_schedules_under_the_same_draws(capsys: Capsys) -> 
     words += "--slow-rank 1:1.5 --transient 2x:20% --slow-link 0-1:2"
     out = output(capsys, words)
     found = rows(out)
-    assert set(found) > {"dynamic", "1f1b", "interleaved", "zb-h1", "earlier-dpp", "gpipe"}
+    assert set(found) > {"dynamic", "1f1b", "interleaved", "zb-h1", "gpipe"}
     assert found["dynamic"][1] < found["interleaved"][1]
     assert all(ratio > 1 for _, ratio, *_ in found.values())
     alone = rows(output(capsys, words.replace("--compare", "--policy 1f1b")))

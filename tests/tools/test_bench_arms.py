@@ -90,7 +90,7 @@ def test_schedules_are_compared_by_chunks(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_turns_of_the_plugin_are_arms() -> None:
-    args = argparse.Namespace(untimed=1, passes=0)
+    args = argparse.Namespace(untimed=1, alone=False)
     eight = [
         Line(name, number, ms / 1e3, 0, int(3e9), loss, 2.0, captured=False)
         for name, times in (("static", (99.0, 97.0)), ("dynamic", (79.0, 81.0)))
@@ -111,7 +111,7 @@ def test_turns_of_the_plugin_are_arms() -> None:
 
 
 def test_a_loss_of_the_plugin_that_differs_is_shown() -> None:
-    args = argparse.Namespace(untimed=0, passes=0)
+    args = argparse.Namespace(untimed=0, alone=False)
     lines = [Line(arm, 0, 0.1, 0, 0, 8.0, norm, captured=False)
              for arm, norm in (("static", 2.0), ("fused", 2.02))]  # fmt: skip
     assert [one.equal for one in bench_plugin.gains(args, "equal", [("8", lines)])] == [

@@ -189,7 +189,7 @@ def test_groups_of_one_arm_take_turns(
     write_sources(tmp_path / "v", f"{head}{TELLS}    return{result}", script)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("WALK", str(tmp_path / "walk"))
-    words = "--versions v --rows equal --arms static,command --alone --passes 1 --rounds 3"
+    words = "--versions v --rows equal --arms static,command --alone --rounds 3"
     words += f" --block 2 --untimed 0 --sources {tmp_path}"
     monkeypatch.setattr(sys, "argv", ["bench", *words.split()])
     assert bench_plugin.main() == 0

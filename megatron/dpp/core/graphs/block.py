@@ -323,7 +323,7 @@ class GraphedBlock:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         part = self.part
-        if self._pools is None or args or not (part.trains and torch.is_grad_enabled()):
+        if self._pools is None or args or not (part.owner.training and torch.is_grad_enabled()):
             return part.original(*args, **kwargs)
         weights = self._weights
         if weights is not None and weights.are_stale and not self._renewed(weights):

@@ -45,7 +45,7 @@ class Part(abc.ABC):
         modules: torch.nn.Module,
         pieces: Sequence[int],
     ) -> None:
-        self._chunk, self._owner, self._name = chunk, owner, name
+        self._chunk, self.owner, self._name = chunk, owner, name
         self.modules, self.pieces = modules, pieces
         self.original: Callable[..., Any] = getattr(owner, name)
         self._made_of = self._objects()
@@ -63,22 +63,13 @@ class Part(abc.ABC):
         (output,) = outputs
         return output
 
-    @property
-    def trains(self) -> bool:
-        """The part is in training mode."""
-        return bool(self._owner.training)
-
-    @abc.abstractmethod
-    def is_there(self, block: Any) -> bool:
-        """True if the chunk's block, ``block`` now, still has this part."""
-
     def is_as_built(self) -> bool:
         """True if no host has changed the modules and parameters since."""
         now = self._objects()
         same = len(now) == len(self._made_of) and all(
             one is other for one, other in zip(now, self._made_of, strict=True)
         )
-        return same and self.is_there(decoder_block(self._chunk))
+        return same and any(m is self.owner for m in decoder_block(self._chunk).modules())
 
     def why_eager(self) -> str | None:
         """The reason why a step cannot replay the part, as a host does more in it; or None."""
@@ -87,9 +78,9 @@ class Part(abc.ABC):
     def bind(self, call: Callable[..., Any] | None) -> None:
         """Call this instead of the function; None restores it."""
         if call is not None:
-            setattr(self._owner, self._name, call)
+            setattr(self.owner, self._name, call)
         else:
-            delattr(self._owner, self._name)
+            delattr(self.owner, self._name)
 
     def _objects(self) -> list[Any]:
         """The objects that a capture depends on."""
@@ -110,19 +101,16 @@ class Whole(Part):
         super().__init__(chunk, block, "forward", block, pieces)
 
     def hidden_of(self, options: Mapping[str, Any]) -> Any:
-        block = self._owner
+        block = self.owner
         return options["hidden_states"] if block.pre_process else block.input_tensor
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        block, given = self._owner, self._owner.input_tensor
+        block, given = self.owner, self.owner.input_tensor
         block.input_tensor = hidden
         try:
             return (self.original(hidden_states=hidden if block.pre_process else None, **options),)
         finally:
             block.input_tensor = given
-
-    def is_there(self, block: Any) -> bool:
-        return block is self._owner
 
 
 class BeforeExperts(Part):
@@ -161,15 +149,20 @@ class BeforeExperts(Part):
         return output, normed, *routes(normed)
 
     def answer(self, outputs: Sequence[torch.Tensor]) -> Any:
-        output, *more = outputs
-        if more:
-            normed, *routed = more
-            computed = (output, normed), (normed, tuple(routed))
-            self._computed = dict(zip(self._asked, computed, strict=True))
+        if self._computed:
+            raise RuntimeError(
+                f"a layer did not ask for all that was computed: {[*self._computed]}"
+            )
+        if not self._asked:
+            return *outputs, None
+        output, normed, *routed = outputs
+        computed = (output, normed), (normed, tuple(routed))
+        self._computed = dict(zip(self._asked, computed, strict=True))
         return output, None
 
     def bind(self, call: Callable[..., Any] | None) -> None:
         super().bind(call)
+        self._computed.clear()
         for module in self._asked:
             if call is not None:
                 module.forward = partial(self._ask, module, module.forward)
@@ -187,11 +180,8 @@ class BeforeExperts(Part):
             )
         return found
 
-    def is_there(self, block: Any) -> bool:
-        return any(layer is self._owner for layer in block.layers)
-
     def why_eager(self) -> str | None:
-        layer = self._owner
+        layer = self.owner
         if ATTEND in vars(layer) or not has_own_attention(layer):
             return f"{type(layer).__name__}.{ATTEND} was replaced"
         if self._asked and not can_route(layer):
