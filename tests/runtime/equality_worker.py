@@ -141,9 +141,8 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     stage = chunk if case.get("v", 1) > 1 else None
     pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    implementation = case.get("spec", "torch")
-    own = {"spec": implementation, "vp_stage": stage}
-    if implementation == "host":  # layers that a host builds, of every version of megatron-core
+    own = {"spec": case.get("spec", "torch"), "vp_stage": stage}
+    if own["spec"] == "host":  # layers that a host builds, of every version of megatron-core
         block: Any = get_gpt_layer_local_spec()
     else:
         block = block_spec(config, **own)
@@ -153,7 +152,7 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
         position_embedding_type=case.get(
             "positions", "none" if config.mtp_num_layers else "learned_absolute"
         ),
-        mtp_block_spec=None if implementation == "host" else prediction_spec(config, **own),
+        mtp_block_spec=None if own["spec"] == "host" else prediction_spec(config, **own),
     )  # fmt: skip
     model.model_type = 1
     for module in model.modules():
