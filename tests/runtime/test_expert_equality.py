@@ -132,7 +132,7 @@ def test_context_parallel_in_further_layouts() -> None:
     check(
         4,
         case("full", 2, 4, fused, late, v=2, layers=4, **two, recompute="full"),
-        case("selective", 2, 3, late, layers=2, **two, recompute="selective", spec="megatron"),
+        case("selective", 2, 3, late, layers=2, **two, recompute="selective"),
         case("some layers", 2, 3, late, layers=4, **two, recompute="some"),
         case("optimizer", 2, 4, fused, late, v=2, layers=4, cp=2, **OPTIMIZED),
         case("groups", 2, 4, fused, late, layers=2, **two, model={"num_query_groups": 2}),
