@@ -259,11 +259,17 @@ class GraphedBlock:
         for slot, key in itertools.product(pools.made, longest_first):
             known = key[0] > slot.rows or (self, key) in slot.graphs
             if not (known or self._failed or self._moved):
-                self._capture_in(slot, pools, key, options[key])
+                with self.part.around():
+                    self._capture_in(slot, pools, key, options[key])
 
     def addresses(self) -> list[int]:
-        """Of parameters, also frozen ones, and buffers, which graphs use."""
-        used = itertools.chain(self.part.modules.parameters(), self.part.modules.buffers())
+        """Of parameters, also frozen ones, their gradients' sums, and buffers, which graphs use."""
+        sums = (getattr(parameter, "main_grad", None) for parameter in self.parameters)
+        used = itertools.chain(
+            self.part.modules.parameters(),
+            self.part.modules.buffers(),
+            (each for each in sums if each is not None),
+        )
         return [tensor.data_ptr() for each in used for tensor in tensors_of(each)]
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

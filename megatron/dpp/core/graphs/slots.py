@@ -263,6 +263,8 @@ def parts_of(chunk: torch.nn.Module) -> tuple[list[Part], str | None]:
         return [], reason
     if config.recompute_granularity is not None:
         return [], f"{reason}; and parts of layers are recomputed"
+    if config.fp8 and config.fp8_recipe == "delayed":
+        return [], f"{reason}; and delayed scales are counted by the first layer that is run"
     if not all(map(has_own_attention, block.layers)):
         return [], f"{reason}; and layers have another {ATTEND}"
     return [BeforeExperts(chunk, number) for number in range(len(block.layers))], reason
