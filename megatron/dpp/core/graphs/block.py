@@ -353,12 +353,9 @@ class GraphedBlock:
 
     def _with_fresh_weights(self, weights: CachedWeights, *args: Any, **kwargs: Any) -> Any:
         """Run the part's own forward, which quantises its weights for this step."""
-        compares = self._read_at is not None and not weights.is_compared
-        if compares:
-            weights.compare()
-        output, now = self.part.original(*args, **kwargs), weights.addresses()
-        if compares:
-            weights.agree()
+        with weights.compared() if self._read_at is not None else contextlib.nullcontext():
+            output = self.part.original(*args, **kwargs)
+        now = weights.addresses()
         if self._read_at is None:
             self._read_at = now
         elif self._read_at != now:

@@ -83,7 +83,11 @@ class ChunkGraphs:
         self._tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         # A context-parallel rank attends to halves of its rows, too.
         self._unit = ENGINE_ROWS * (2 if config.context_parallel_size > 1 else 1)
-        self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
+        self._by_engine = any(
+            type(module).__module__.startswith("transformer_engine")
+            for chunk in chunks
+            for module in chunk.modules()
+        )
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
         capture = capture or cuda_capture(rng)
@@ -316,7 +320,3 @@ def reasons_of_experts(config: Any) -> dict[str, bool]:
             config.moe_shared_expert_overlap
         ),
     }
-
-
-def _has_engine_layers(module: torch.nn.Module) -> bool:
-    return any(type(m).__module__.startswith("transformer_engine") for m in module.modules())

@@ -76,13 +76,15 @@ class Adjacent:
         """None where a parameter has other hooks, or its sum elsewhere."""
         if not all(map(_ddp_alone_adds, parameters)):
             return None
-        first, *others = sorted((p.main_grad for p in parameters), key=torch.Tensor.data_ptr)
-        for number, other in enumerate(others, 1):
-            behind = other.data_ptr() - first.data_ptr() == number * first.nbytes
-            if not (behind and _is_alike(first, other)):
-                return None
-        size, strides = (len(parameters), *first.shape), (first.numel(), *first.stride())
-        return cls(parameters, first.as_strided(size, strides)) if first.is_contiguous() else None
+        sums = sorted((p.main_grad for p in parameters), key=torch.Tensor.data_ptr)
+        first, size = sums[0], sums[0].nbytes
+        kinds = {(s.untyped_storage().data_ptr(), s.shape, s.stride(), s.dtype) for s in sums}
+        if len(kinds) > 1 or not first.is_contiguous():
+            return None
+        if any(s.data_ptr() != first.data_ptr() + n * size for n, s in enumerate(sums)):
+            return None
+        shape, strides = (len(sums), *first.shape), (first.numel(), *first.stride())
+        return cls(parameters, first.as_strided(shape, strides))
 
     def add(self, gradients: torch.Tensor) -> None:
         """Add gradients, [number, *shape], each at its parameter's place."""
@@ -94,11 +96,6 @@ def _ddp_alone_adds(parameter: Any) -> bool:
     alone = [getattr(hook, "__module__", "") for hook in after] == [DDP.__module__]
     own = alone and not _is_changed(parameter, before, after)
     return own and parameter.grad is None and not parameter.grad_added_to_main_grad
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    storages = (each.untyped_storage().data_ptr() for each in (one, other))
-    return len({*storages}) == 1 and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class OwnHook(functools.partial[None]):

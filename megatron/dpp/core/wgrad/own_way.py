@@ -122,8 +122,3 @@ def why_eager(module: torch.nn.Module) -> str | None:
             if accumulate.node_is_hooked(parameter):
                 return f"{name}.{kind} has hooks"
     return None
-
-
-def stands_for(weight: torch.Tensor, parameter: torch.nn.Parameter) -> bool:
-    """True if a product with ``weight`` is one with ``parameter``."""
-    return weight is parameter or getattr(weight, STANDS_FOR, None) is parameter
