@@ -16,6 +16,7 @@ from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail, Tensors
 from megatron.dpp.runtime.timer import TaskTimer
+from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
 from tests.fake_network import FakeTransport
@@ -207,6 +208,29 @@ def test_an_input_is_ahead_of_its_task_in_later_iterations_too(
     mail = Mail(links, NullRecorder(), 0, 20.0)
     mail.poll()
     assert mail.is_ahead(0) == ahead
+
+
+# Channels ----------------------------------------------------------------------------------------
+
+
+def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
+    sends = [(4, 64), (16,), (8, 8, 120)]
+    ends = [Topology((5, 6, 7), r, 2).channels(sends[r - 1], sends[r], 3) for r in range(3)]
+    for rank, channels in enumerate(ends):
+        for other, specs in enumerate(ends):
+            if rank != other:
+                ids = {5 + rank, 5 + other}
+                shared = {s for s in channels if {s.source, s.destination} == ids}
+                assert shared == {s for s in specs if {s.source, s.destination} == ids} != set()
+        for spec in channels:
+            tensors = sends[min(spec.source, spec.destination) - 5]
+            if {spec.source, spec.destination} == {5, 7}:
+                tensors = sends[2]
+            assert (spec.slot_bytes, spec.depth) == (max(tensors), 3 * len(tensors))
+
+
+def test_one_stage_has_no_neighbour() -> None:
+    assert not Topology((3,), 0, 1).channels([4], [8], 2)
 
 
 # Evaluations and lengths -------------------------------------------------------------------------

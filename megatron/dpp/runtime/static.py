@@ -266,12 +266,10 @@ class ChannelExchange:
         return self.transport.take(channel).tensor
 
     def finish(self) -> None:
-        """Wait until everything that was taken has come and everything that was put has left, at
-        the end of a step; errors are those of :meth:`take`.
-        """
-        for way, taken in self._num_taken.items():
-            if taken:
-                await_message(self.transport, self._in[way], taken - 1, self._timeout, 0, taken - 1)
+        """Wait until all that was taken has come and all that was put has left; errors as there."""
+        for way, channel in self._in.items():
+            number = self._num_taken[way] - 1
+            await_message(self.transport, channel, number, self._timeout, 0, number)
         self.transport.flush(self._timeout)
 
 

@@ -332,7 +332,8 @@ class GraphedBlock:
         if self._pools is None or args or not (part.owner.training and torch.is_grad_enabled()):
             return part.original(*args, **kwargs)
         weights = self._weights
-        if weights is not None and weights.are_stale and not self._renewed(weights):
+        stale = weights is not None and weights.are_stale  # not yet quantised where graphs read
+        if stale and (self._read_at != weights.addresses() or not weights.renew()):
             return self._with_fresh_weights(weights, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = part.hidden_of(kwargs)
@@ -346,10 +347,6 @@ class GraphedBlock:
         if graphs is None:
             return part.original(**kwargs)
         return part.answer(_Replay.apply(hidden, graphs, options))  # type: ignore[no-untyped-call]
-
-    def _renewed(self, weights: CachedWeights) -> bool:
-        """Quantise the weights for this step where graphs read them; False if a forward must."""
-        return self._read_at == weights.addresses() and weights.renew()
 
     def _with_fresh_weights(self, weights: CachedWeights, *args: Any, **kwargs: Any) -> Any:
         """Run the part's own forward, which quantises its weights for this step."""

@@ -162,7 +162,11 @@ def why_not_in_8_bit(config: Any, block: torch.nn.Module) -> str | None:
         if not config.disable_parameter_transpose_cache:
             # The forward without gradients drops their transposes, and B's makes new weights.
             return f"{again} moves their 8-bit weights in each task"
-    return None if config.disable_parameter_transpose_cache else _why_not_known(block)
+    layers = (layer for layer in block.modules() if hasattr(layer, "is_first_microbatch"))
+    known = all(isinstance(getattr(layer, "_fp8_workspaces", None), dict) for layer in layers)
+    if known or config.disable_parameter_transpose_cache:
+        return None
+    return "this version of Transformer Engine keeps 8-bit weights where they are not known"
 
 
 def _recomputed(config: Any) -> str:
@@ -173,11 +177,3 @@ def _recomputed(config: Any) -> str:
         return "recompute_granularity='full'"
     named = granularity == "selective" and ", ".join(sorted(again))
     return f"recompute_granularity='selective' of {named}" if named else ""
-
-
-def _why_not_known(block: torch.nn.Module) -> str | None:
-    """The reason why 8-bit weights are not where graphs read them; None if they are."""
-    layers = (layer for layer in block.modules() if hasattr(layer, "is_first_microbatch"))
-    if not all(isinstance(getattr(layer, "_fp8_workspaces", None), dict) for layer in layers):
-        return "this version of Transformer Engine keeps 8-bit weights where they are not known"
-    return None

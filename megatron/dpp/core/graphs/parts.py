@@ -24,7 +24,6 @@ from megatron.dpp.core.wgrad.own_way import is_written_in, watched, why_eager
 
 ATTEND = "_forward_attention"
 """The method of a layer that runs what is before its MLP."""
-_NORM = "pre_mlp_layernorm"
 
 
 class Part(abc.ABC):
@@ -133,7 +132,7 @@ class BeforeExperts(Part):
         """What was computed of which input, by the module that will be asked for it."""
         if can_route(layer):
             beside = layer.mlp.use_shared_expert and not layer.mlp.shared_expert_overlap
-            self._asked = [getattr(layer, _NORM), *([] if beside else [layer.mlp.router])]
+            self._asked = [layer.pre_mlp_layernorm, *([] if beside else [layer.mlp.router])]
         own = _before_experts(layer)
         own = {name: each for name, each in own.items() if "mlp" not in name or each in self._asked}
         super().__init__(chunk, layer, ATTEND, torch.nn.ModuleDict(own), (number,))

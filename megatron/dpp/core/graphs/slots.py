@@ -200,8 +200,9 @@ class ChunkGraphs:
             self.num_captures += 1
 
     def _count(self) -> int:
-        """Graphs in all slots."""
-        return sum(pools.num_graphs for pools in dict.fromkeys(self._pools))
+        """Pairs of a block and its inputs' shape that were captured, over all slots."""
+        pools = dict.fromkeys(self._pools)
+        return sum(len(slot.graphs) for each in pools for slot in each.made)
 
     def _complete(self) -> None:
         """Capture what this step has captured in one slot in all that hold it, and say how many

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,21 +56,21 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     torch.autograd.backward(root, root.detach())
 
 
+@dataclass(frozen=True)
 class Adjacent:
     """The sums of gradients that DistributedDataParallel keeps of parameters of one shape, one
     behind the other in memory: one kernel adds to all of them. DDP's own hooks would do nothing
     else, while ``GradSync`` keeps them from reducing.
 
     Args:
-        parameters: in any order.
+        places: of each parameter in memory.
         total: their sums in the order of memory, [number, *shape].
+        dtype: of the parameters.
     """
 
-    def __init__(self, parameters: Sequence[Any], total: torch.Tensor) -> None:
-        begin, size = total.data_ptr(), total[0].nbytes
-        self.places = [(p.main_grad.data_ptr() - begin) // size for p in parameters]
-        """The place of each parameter in memory."""
-        self._total, self._dtype = total, parameters[0].dtype
+    places: list[int]
+    total: torch.Tensor
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, parameters: Sequence[Any]) -> Adjacent | None:
@@ -84,11 +85,12 @@ class Adjacent:
         if any(s.data_ptr() != first.data_ptr() + n * size for n, s in enumerate(sums)):
             return None
         shape, strides = (len(sums), *first.shape), (first.numel(), *first.stride())
-        return cls(parameters, first.as_strided(shape, strides))
+        places = [(p.main_grad.data_ptr() - first.data_ptr()) // size for p in parameters]
+        return cls(places, first.as_strided(shape, strides), parameters[0].dtype)
 
     def add(self, gradients: torch.Tensor) -> None:
         """Add gradients, [number, *shape], each at its parameter's place."""
-        self._total.add_(gradients.to(self._dtype))
+        self.total.add_(gradients.to(self.dtype))
 
 
 def _ddp_alone_adds(parameter: Any) -> bool:
