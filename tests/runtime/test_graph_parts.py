@@ -110,7 +110,8 @@ def test_captures_between_steps_are_of_the_precision_of_those_within(
     layer, entered, within = layer_of(), [], []
     layer.config.fp8 = "hybrid"
     monkeypatch.setattr(parts, "get_fp8_context", lambda *given: given)
-    assert part_of(layer).around() == (layer.config, 2)
+    context: Any = part_of(layer).around()
+    assert context == (layer.config, 2)
 
     @contextlib.contextmanager
     def around(part: Any) -> Iterator[None]:

@@ -332,9 +332,10 @@ class GraphedBlock:
         if self._pools is None or args or not (part.owner.training and torch.is_grad_enabled()):
             return part.original(*args, **kwargs)
         weights = self._weights
-        stale = weights is not None and weights.are_stale  # not yet quantised where graphs read
-        if stale and (self._read_at != weights.addresses() or not weights.renew()):
-            return self._with_fresh_weights(weights, *args, **kwargs)
+        if weights is not None and weights.are_stale:
+            renewed = self._read_at == weights.addresses() and weights.renew()
+            if not renewed:
+                return self._with_fresh_weights(weights, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = part.hidden_of(kwargs)
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
