@@ -32,6 +32,8 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True, overlap=True),
         case("kinds", 2, 4, {"transport": "shm", "checksum": True}, v=2),
+        *(case(f"tp2 {sp}", 1, 3, {"split_backward": "on"}, tp=2, sp=sp, layers=2)
+          for sp in (False, True)),
         case("part of the microbatches v2, per token", 2, 4, late, v=2, layers=4, partial=2,
              per_token=True),
     )  # fmt: skip

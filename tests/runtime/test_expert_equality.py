@@ -30,6 +30,7 @@ from tests.runtime.cases import (
     check,
 )
 
+ALONE = {"moe_shared_expert_intermediate_size": 32}
 fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
 LEARNED = {"positions": "learned_absolute"}
 """megatron-core's rotary embeddings cut each document of a packed row, these tests whole rows."""
@@ -47,6 +48,7 @@ def test_captured_experts_and_the_attention_before_them() -> None:
         case("random routes", 2, 3, late, **padded | {"model": PADDED | routes}),
         case("attention", 2, 4, late, fused, static, v=2, layers=8, iterations=4, model=EXPERTS,
              dropout=0.1),
+        case("shared", 2, 3, late, fused, layers=2, iterations=4, model=EXPERTS | ALONE),
     )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def test_captured_experts_of_further_layouts() -> None:
     late, fused = LATE_GRAPHS, FUSED_GRAPHS
     biased = PADDED | {
         "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-        "moe_z_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 32,
+        "moe_z_loss_coeff": 1e-3, **ALONE,
     }  # fmt: skip
     told = {"layers": 4, "iterations": 4}
     check(

@@ -196,6 +196,10 @@ def test_parameters_that_moved_are_captured_anew_and_buffers_are_kept(
     chunk.decoder.layers[0].weight.data = torch.eye(4)
     assert torch.equal(step(made, chunk)[0], torch.ones(SHAPE))
     assert captures.number == 4
+    for _ in range(2):  # a host may free DDP's buffer of gradients, and take it anew
+        chunk.decoder.layers[0].weight.main_grad = torch.zeros(4, 4)
+        step(made, chunk)
+    assert captures.number == 8
     kept = weakref.ref(captures.replays[-1])
     captures.replays.clear()
     made.close()

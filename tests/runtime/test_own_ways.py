@@ -41,22 +41,6 @@ def test_operands_that_are_changed_in_place_before_their_w_are_refused(changed: 
             store.run(0, 0, 0)
 
 
-def test_a_layer_that_runs_twice_adds_up_as_autograd_does() -> None:
-    layer = Linear()
-    chunk = Chunk(layer, layer, layer)
-    own, other = inputs(2)
-    chunk(own).square().sum().backward()
-    expected, layer.weight.grad = layer.weight.grad, None
-    store = WeightGradients([chunk])
-    with store.bound():
-        with store.collect(0, 0):
-            chunk(own.detach().requires_grad_()).square().sum().backward()
-        for piece in range(3):
-            store.run(0, 0, piece)
-    assert torch.equal(layer.weight.grad, expected)  # type: ignore[arg-type]
-    assert store.held_bytes == 0 and other is not own
-
-
 def test_a_gradient_that_is_only_asked_for_defers_nothing() -> None:
     chunk = Chunk(Linear())
     store, value = WeightGradients([chunk]), inputs(1)[0]

@@ -305,13 +305,6 @@ def test_a_stage_keeps_its_inputs_for_its_backward_alone(
             stage.backward(*task, None)
 
 
-def test_only_the_last_chunk_of_the_last_rank_computes_the_loss() -> None:
-    call = stage_of([Chunk(config_with()), Chunk(config_with())]).call
-    stages = [Stage(call, rank, 2, 1, None) for rank in range(2)]
-    last = [[stage.is_last(chunk) for chunk in range(2)] for stage in stages]
-    assert last == [[False, False], [False, True]]
-
-
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_forward_collects_what_the_call_asks(
     monkeypatch: pytest.MonkeyPatch, asked: bool

@@ -109,6 +109,21 @@ def test_what_is_received_comes_in_order_from_its_side(ahead: bool) -> None:
     assert torch.equal(previous, two) and previous.requires_grad and wire.took == [2, 1]
 
 
+def test_a_step_does_not_end_before_what_was_taken_in_flight_has_come() -> None:
+    """Else the device would wait for ever for a sender that died."""
+    network = two_ranks()
+    network.ahead = True
+    transport = network.transport(1)
+    exchange: Any = ChannelExchange(transport, timeout=0.1)
+    taken: Any = SimpleNamespace(tensor=torch.ones(2))
+    transport.coming, transport.take = lambda: [1, 1], lambda channel: taken  # type: ignore[method-assign]
+    with (
+        pytest.raises(TransferTimeout, match=r"microbatch 0 .* has not arrived"),
+        over_channels(exchange),
+    ):
+        ask(exchange, recv_prev=True)
+
+
 def test_a_sender_is_waited_for_unless_it_has_left() -> None:
     """Messages that it sent before are taken, also one that it sends as it leaves."""
     network = two_ranks()

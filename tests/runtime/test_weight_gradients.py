@@ -289,81 +289,12 @@ def test_gradients_are_added_as_autograd_does(own: bool) -> None:
     assert buffer.tolist() == [2.0] * 4
 
 
-class Sums:
-    """Collectives of two ranks whose tensors are equal; none is done before its handle's wait."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[str] = []
-        patch = monkeypatch.setattr
-        patch(torch.distributed, "all_reduce", self._all_reduce)
-        patch(torch.distributed, "reduce_scatter_tensor", self._reduce_scatter)
-        patch(torch.distributed, "all_gather_into_tensor", self._all_gather)
-        buffer = SimpleNamespace(
-            get_tensor=lambda shape, dtype, name: torch.empty(shape, dtype=dtype),
-            buffer={"a": torch.zeros(1)},
-        )
-        patch(product.parallel_state, "get_global_memory_buffer", lambda: buffer)
-
-    def _later(self, name: str, group: Any, work: Any) -> Any:
-        self.told.append(f"{name} {group}")
-        return SimpleNamespace(wait=work)
-
-    def _all_reduce(self, tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
-        assert async_op
-        return self._later("all-reduce", group, lambda: tensor.mul_(2))
-
-    def _reduce_scatter(self, out: Any, whole: Any, group: Any, async_op: bool) -> Any:
-        assert async_op
-        return self._later("scatter", group, lambda: out.copy_(2 * whole[: out.shape[0]]))
-
-    def _all_gather(self, out: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-        assert part.is_contiguous()
-        self.told.append("gather")
-        out.copy_(torch.cat([part, part]))
-
-
-@pytest.mark.parametrize("way", ["alone", "all-reduce", "sequence"])
-def test_tensor_parallel_inputs_are_gathered_and_their_gradients_reduced(
-    monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    class Pair:
-        def size(self) -> int:
-            return 2
-
-        def __str__(self) -> str:
-            return "tp"
-
-    sums = Sums(monkeypatch)
-    layer = Linear(
-        bias=True, allreduce_dgrad=way == "all-reduce", sequence_parallel=way == "sequence",
-        tp_group=Pair(),
-    )  # fmt: skip
-    chunk = Chunk(layer)
-    store = WeightGradients([chunk])
-    value = inputs(1)[0].detach().repeat_interleave(2, dim=2)[..., ::2].requires_grad_()
-    assert not value.is_contiguous(), "collectives take no other tensors"
-    with store.bound():
-        output = chunk(value)
-        assert len(output) == (6 if way == "sequence" else 3)
-        with store.collect(0, 0):
-            output.sum().backward()
-        store.run(0, 0, 0)
-    once = torch.ones(3, 1, 2).matmul(layer.weight)
-    ranks = 1 if way == "alone" else 2
-    assert torch.allclose(value.grad, ranks * once)  # type: ignore[arg-type]
-    rows = value.detach().reshape(3, 2).sum(0) * (2 if way == "sequence" else 1)
-    assert torch.allclose(layer.weight.grad, rows.expand(2, 2))  # type: ignore[arg-type]
-    assert layer.bias.grad.tolist() == [len(output)] * 2  # type: ignore[union-attr]
-    assert sums.told == {
-        "alone": [], "all-reduce": ["all-reduce tp"], "sequence": ["gather", "scatter tp", "gather"]
-    }[way]  # fmt: skip
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_gather_buffers_are_those_of_megatron_core(
     monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
-    Sums(monkeypatch)
+    memory = SimpleNamespace(buffer={"a": torch.zeros(1)})
+    monkeypatch.setattr(product.parallel_state, "get_global_memory_buffer", lambda: memory)
     monkeypatch.setattr(product.parallel_state, "model_parallel_is_initialized", lambda: there)
     assert len(gather_buffers()) == (1 if there else 0)
 

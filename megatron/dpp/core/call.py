@@ -22,7 +22,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary, compat, padded
 from megatron.dpp.core.boundary import Boundaries, TokenCounter
 from megatron.dpp.core.cut import Cut
-from megatron.dpp.core.model import balancing_of, replays_routing, unusual
+from megatron.dpp.core.model import balancing_of, unusual
 from megatron.dpp.errors import ConfigError, Text, setting
 
 _USUAL: dict[str, object] = {
@@ -122,11 +122,6 @@ class StepCall:
         """True if the routers balance their load over all replicas."""
         return "global_aux_loss" in balancing_of(self.config)
 
-    @property
-    def replays_routing(self) -> bool:
-        """True if routers replay recorded choices."""
-        return replays_routing(self.config)
-
     def refuse_ordered(self) -> None:
         """Refuse settings whose bookkeeping needs megatron-core's own order.
 
@@ -194,30 +189,25 @@ class StepCall:
         return TokenCounter(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
-        """Rows of this rank's part of each length that ``length_buckets`` names, up to the
-        longest that is known: later calls may be longer.
+        """Rows of this rank's part of each length that ``length_buckets`` names for this call, up
+        to the longest that is known: later calls may be longer.
         """
-        return [length // self._parts for length in self.buckets(settings)]
-
-    def buckets(self, settings: DppConfig) -> list[int]:
-        """Tokens of each length that ``length_buckets`` names for this call, up to the longest that
-        is known."""
         longest, text = self.longest(settings.max_tokens), settings.length_buckets
         repeats = torch.are_deterministic_algorithms_enabled()
         if text == "auto" and self.varies and not repeats and self.why_not_padded() is None:
             text = "geometric"
         chosen = dataclasses.replace(settings, length_buckets=text)
         found = chosen.buckets(longest if text == "geometric" else sys.maxsize, self._parts)
-        return [length for length in found if length <= longest]
+        return [length // self._parts for length in found if length <= longest]
 
     def why_not_padded(self) -> str | None:
         """The reason why rows are not padded at the model's door; None if they can be."""
         return padded.why_not_padded(self.model, self.config, self.pg_collection.cp.size())
 
     def padded_rows(self, settings: DppConfig) -> padded.PaddedRows | None:
-        """Pads this call's rows to :meth:`buckets`, and packed ones of one length to few numbers of
-        documents; None where they stay as they are."""
-        lengths = self.buckets(settings)
+        """Pads this call's rows to :meth:`captured_rows` of all ranks, and packed ones of one
+        length to few numbers of documents; None where they stay as they are."""
+        lengths = [rows * self._parts for rows in self.captured_rows(settings)]
         if (self.varies and not lengths) or self.why_not_padded() is not None:
             return None
         return padded.PaddedRows(self.model, lengths, self._parts)

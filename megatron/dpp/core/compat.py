@@ -161,12 +161,12 @@ TABLE = (
         "cpu_rng_state cuda_rng_state cuda_rng_state_tracker kind?",
     ),
     PrivateName("tensor_parallel.layers:fused_weight_gradient_mlp_cuda", optional=True),
-    PrivateName(
-        "tensor_parallel.layers:ColumnParallelLinear._forward_impl",
-        "self input weight *args **kwargs",
-    ),
-    PrivateName(
-        "tensor_parallel.layers:RowParallelLinear._forward_impl", "self input weight *args **kwargs"
+    *(
+        PrivateName(
+            f"tensor_parallel.layers:{kind}ParallelLinear._forward_impl",
+            "self input weight *args **kwargs",
+        )
+        for kind in ("Column", "Row")
     ),
     PrivateName(f"{_BUCKETS}.register_grad_ready", "self param force_all_reduce"),
     PrivateName(f"{_BUCKETS}.start_grad_sync", "self force_all_reduce"),
@@ -402,13 +402,6 @@ def longest_length(config: Any) -> int:
     """
     of_model = getattr(config, "seq_length", None)
     return max(int(host_argument("seq_length") or 0), of_model if isinstance(of_model, int) else 0)
-
-
-def host_masks_documents() -> bool:
-    """True if Megatron-LM was started with ``reset_attention_mask``, under which the mask that a
-    forward step passes to the model tells documents apart.
-    """
-    return bool(host_argument("reset_attention_mask"))
 
 
 def host_iteration(otherwise: int) -> int:

@@ -198,7 +198,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     for holder in (torch.cuda, torch.cuda.random):
         yield holder, "get_rng_state", lambda device="cuda": torch.get_rng_state()
         yield holder, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
-        yield holder, "manual_seed", _seed_cpu
+        yield holder, "manual_seed", torch.default_generator.manual_seed
         yield holder, "initial_seed", torch.initial_seed
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):  # transformer/module.py:20-22
         yield torch.cuda, name, getattr(torch, name)
@@ -207,10 +207,6 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """The result of moe/moe_utils.py:1078 for a tensor on a GPU, as numpy if asked for."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _seed_cpu(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
 
 
 def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:

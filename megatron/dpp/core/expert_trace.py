@@ -23,19 +23,11 @@ def traced_experts(chunks: Sequence[torch.nn.Module], recorder: Recorder) -> Ite
     are constant, and nothing is recorded.
     """
     with contextlib.ExitStack() as around:
-        for layer in _expert_layers(chunks) if recorder.enabled else ():
-            for hook in _watch(layer, recorder):
-                around.callback(hook.remove)
+        for layer in (m for chunk in chunks for m in chunk.modules()) if recorder.enabled else ():
+            if isinstance(layer, MoELayer) and not layer.config.moe_pad_expert_input_to_capacity:
+                for hook in _watch(layer, recorder):
+                    around.callback(hook.remove)
         yield
-
-
-def _expert_layers(chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    return [
-        module
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, MoELayer) and not module.config.moe_pad_expert_input_to_capacity
-    ]
 
 
 def _watch(layer: Any, recorder: Recorder) -> tuple[Any, Any]:

@@ -59,6 +59,8 @@ class Stage:
         self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | HeadCut]] = {}
         ends_here = head is not None and self._is_last_rank and not call.forward_only
         self._head = head(call.model[-1]) if head and ends_here else None
+        self.runs_head_in_forward = self._head is not None
+        """This rank's last chunk runs the backward of output layer and loss in F."""
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device())
         self._num_forwards = 0
         self._grad_sync = GradSync(call)
@@ -72,11 +74,6 @@ class Stage:
     def is_last(self, chunk: int) -> bool:
         """True if this chunk computes the loss."""
         return self._is_last_rank and chunk == self._num_chunks - 1
-
-    @property
-    def runs_head_in_forward(self) -> bool:
-        """True if this rank's last chunk runs the backward of output layer and loss in F."""
-        return self._head is not None
 
     def open(self) -> None:
         """Begin the iteration; no chunk's gradients are reduced before they are complete."""

@@ -25,6 +25,7 @@ import torch
 from megatron.dpp.config import Backward
 from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.head import Head, why_not_in_forward
+from megatron.dpp.core.model import replays_routing
 from megatron.dpp.core.rng import Draws, TaskRng, line
 from megatron.dpp.core.steps import Stage
 from megatron.dpp.errors import ConfigError, Text, setting
@@ -300,7 +301,7 @@ class DppSchedule(PipelineSchedule):
         if not call.forward_only:
             return self.policy
         order = self.config.call_order
-        keeps = order == "megatron" or (order != "dynamic" and call.replays_routing)
+        keeps = order == "megatron" or (order != "dynamic" and replays_routing(call.config))
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:

@@ -346,8 +346,7 @@ class Executor:
     def _sleep(self) -> None:
         """Wait for an arrival, and give up after ``timeout`` seconds."""
         mail = self._mail
-        if mail.sender_left():
-            mail.check_senders(self._scheduler.stall())
+        mail.check_senders(self._scheduler.stall)
         waited = self._gaps.seconds
         held_back = self._geometry.forward_only and mail.is_full()
         if waited > self._timeout:

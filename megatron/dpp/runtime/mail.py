@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -141,19 +141,16 @@ class Mail:
             return False
         return transport.pending_bytes() * self._num_puts > MOST_PENDING * self._put_bytes
 
-    def sender_left(self) -> bool:
-        """True if a rank that this one receives from has closed its links."""
-        return any(map(self._transport.departed, self._sources))
-
-    def check_senders(self, stall: Stall) -> None:
+    def check_senders(self, stall: Callable[[], Stall]) -> None:
         """Raise if a message that a stalled rank misses is of a rank that has closed its links.
 
         Raises:
             PeerDead: names the message.
         """
-        left = {peer for peer in self._sources if self._transport.departed(peer)}
+        if not (left := set(filter(self._transport.departed, self._sources))):
+            return
         arrived = self.poll()  # after the look at the peer: its last message is in it
-        for way, chunk in stall.channels:
+        for way, chunk in stall().channels:
             index = self.incoming(way, chunk)
             if index is None or self._transport.incoming[index].source not in left:
                 continue

@@ -103,7 +103,7 @@ class Slicing:
                 "microbatches of one length are cut, and variable_seq_lengths tells of others: "
                 "announce their sequences before the step (plugin.announce(rows=...))"
             )
-        if compat.host_masks_documents():
+        if compat.host_argument("reset_attention_mask"):
             self._refuse(
                 "attention across slices is causal, and the host's reset_attention_mask asks for "
                 "masks of documents"

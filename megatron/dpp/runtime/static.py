@@ -266,7 +266,10 @@ class ChannelExchange:
         return self.transport.take(channel).tensor
 
     def finish(self) -> None:
-        """Wait until everything that was put has left, at the end of a step."""
+        """Wait until all that was taken has come and all that was put has left; errors as there."""
+        for way, channel in self._in.items():
+            number = self._num_taken[way] - 1
+            await_message(self.transport, channel, number, self._timeout, 0, number)
         self.transport.flush(self._timeout)
 
 

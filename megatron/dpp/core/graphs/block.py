@@ -259,11 +259,17 @@ class GraphedBlock:
         for slot, key in itertools.product(pools.made, longest_first):
             known = key[0] > slot.rows or (self, key) in slot.graphs
             if not (known or self._failed or self._moved):
-                self._capture_in(slot, pools, key, options[key])
+                with self.part.around():
+                    self._capture_in(slot, pools, key, options[key])
 
     def addresses(self) -> list[int]:
-        """Of parameters, also frozen ones, and buffers, which graphs use."""
-        used = itertools.chain(self.part.modules.parameters(), self.part.modules.buffers())
+        """Of parameters, also frozen ones, their gradients' sums, and buffers, which graphs use."""
+        sums = (getattr(parameter, "main_grad", None) for parameter in self.parameters)
+        used = itertools.chain(
+            self.part.modules.parameters(),
+            self.part.modules.buffers(),
+            (each for each in sums if each is not None),
+        )
         return [tensor.data_ptr() for each in used for tensor in tensors_of(each)]
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -326,8 +332,10 @@ class GraphedBlock:
         if self._pools is None or args or not (part.owner.training and torch.is_grad_enabled()):
             return part.original(*args, **kwargs)
         weights = self._weights
-        if weights is not None and weights.are_stale and not self._renewed(weights):
-            return self._with_fresh_weights(weights, *args, **kwargs)
+        if weights is not None and weights.are_stale:
+            renewed = self._read_at == weights.addresses() and weights.renew()
+            if not renewed:
+                return self._with_fresh_weights(weights, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = part.hidden_of(kwargs)
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
@@ -341,18 +349,11 @@ class GraphedBlock:
             return part.original(**kwargs)
         return part.answer(_Replay.apply(hidden, graphs, options))  # type: ignore[no-untyped-call]
 
-    def _renewed(self, weights: CachedWeights) -> bool:
-        """Quantise the weights for this step where graphs read them; False if a forward must."""
-        return self._read_at == weights.addresses() and weights.renew()
-
     def _with_fresh_weights(self, weights: CachedWeights, *args: Any, **kwargs: Any) -> Any:
         """Run the part's own forward, which quantises its weights for this step."""
-        compares = self._read_at is not None and not weights.is_compared
-        if compares:
-            weights.compare()
-        output, now = self.part.original(*args, **kwargs), weights.addresses()
-        if compares:
-            weights.agree()
+        with weights.compared() if self._read_at is not None else contextlib.nullcontext():
+            output = self.part.original(*args, **kwargs)
+        now = weights.addresses()
         if self._read_at is None:
             self._read_at = now
         elif self._read_at != now:

@@ -147,9 +147,13 @@ class RecomputedDraws:
     def __init__(self, forward: Callable[[], Any]) -> None:
         begun = self.states()
         parts: list[dict[str, torch.Tensor]] = []
-        with _unchanged_states(), _answering(lambda: parts.append(self.states())):
-            forward()
-            end = self.states()
+        saved = compat.lookup(_STATES)()
+        try:
+            with _answering(lambda: parts.append(self.states())):
+                forward()
+                end = self.states()
+        finally:
+            compat.lookup("tensor_parallel.random:_set_all_rng_states")(*saved)
         drawn = [name for name in begun if not torch.equal(begun[name], end[name])]
         self._parts = [
             {
@@ -220,13 +224,3 @@ def _answering(answer: Callable[[], Any]) -> AbstractContextManager[None]:
     ``answer``, unless that returns None.
     """
     return compat.patched(_STATES, lambda itself: answer() or itself())
-
-
-@contextlib.contextmanager
-def _unchanged_states() -> Iterator[None]:
-    """Restore all random states afterwards."""
-    saved = compat.lookup(_STATES)()
-    try:
-        yield
-    finally:
-        compat.lookup("tensor_parallel.random:_set_all_rng_states")(*saved)

@@ -30,12 +30,6 @@ class CachedWeights:
             module for module in block.modules() if hasattr(module, "is_first_microbatch")
         ]
         self._renews: bool | None = None
-        self._made: list[torch.Tensor] = []
-
-    @property
-    def is_compared(self) -> bool:
-        """True once :meth:`agree` was called."""
-        return self._renews is not None
 
     @property
     def are_stale(self) -> bool:
@@ -69,7 +63,7 @@ class CachedWeights:
     @torch.no_grad()
     def renew(self) -> bool:
         """Quantise them as a step's first forward does; False if that was not seen to be the same
-        (:meth:`compare`).
+        (:meth:`compared`).
         """
         if not self._renews:
             return False
@@ -79,34 +73,39 @@ class CachedWeights:
             layer.is_first_microbatch = False
         return True
 
-    @torch.no_grad()
-    def compare(self) -> None:
-        """Quantise each from nothing and note the result, to be compared with what a first forward
-        makes of it (:meth:`agree`). They are left as they were, but for padding of scales, into
-        which nothing is written: it is 0.
+    @contextlib.contextmanager
+    def compared(self) -> Iterator[None]:
+        """Compare, once, what :meth:`renew` would make of each with what a step's first forward
+        makes of it in the block.
         """
-        self._made = []
+        if self._renews is None:
+            before = self._quantised()
+            yield
+            made = [digest for _, _, weight in self._kept() for digest in _digests(weight)]
+            same = len(made) == len(before) and all(map(torch.equal, made, before))
+            self._renews = bool(made) and same
+        else:
+            yield
+
+    @torch.no_grad()
+    def _quantised(self) -> list[torch.Tensor]:
+        """Digests of each when it is quantised from nothing; none where that cannot be done. They
+        are left as they were, but for padding of scales, into which nothing is written: it is 0.
+        """
+        made: list[torch.Tensor] = []
         for layer, name, weight in self._kept():
             if not all(map(hasattr, (layer, weight, weight), (name, "quantize_", "_quantizer"))):
-                self._made = []
-                return
+                return []
             kept = [(tensor, tensor.clone()) for tensor in _tensors(weight)]
             for tensor, _ in kept:
                 tensor.zero_()
             _quantise(getattr(layer, name), weight)
-            self._made += _digests(weight)
+            made += _digests(weight)
             for tensor, before in kept:
                 if tensor.is_floating_point():
                     before.masked_fill_(tensor == 0, 0)
                 tensor.copy_(before)
-
-    def agree(self) -> None:
-        """Take :meth:`renew` from now on, if the first forward since :meth:`compare` has made the
-        same.
-        """
-        made = [digest for _, _, weight in self._kept() for digest in _digests(weight)]
-        same = len(made) == len(self._made) and all(map(torch.equal, made, self._made))
-        self._renews, self._made = bool(made) and same, []
+        return made
 
     def _kept(self) -> Iterator[tuple[Any, str, Any]]:
         """Layers, the names of their weights, and these in 8 bit."""
@@ -163,7 +162,11 @@ def why_not_in_8_bit(config: Any, block: torch.nn.Module) -> str | None:
         if not config.disable_parameter_transpose_cache:
             # The forward without gradients drops their transposes, and B's makes new weights.
             return f"{again} moves their 8-bit weights in each task"
-    return None if config.disable_parameter_transpose_cache else _why_not_known(block)
+    layers = (layer for layer in block.modules() if hasattr(layer, "is_first_microbatch"))
+    known = all(isinstance(getattr(layer, "_fp8_workspaces", None), dict) for layer in layers)
+    if known or config.disable_parameter_transpose_cache:
+        return None
+    return "this version of Transformer Engine keeps 8-bit weights where they are not known"
 
 
 def _recomputed(config: Any) -> str:
@@ -174,11 +177,3 @@ def _recomputed(config: Any) -> str:
         return "recompute_granularity='full'"
     named = granularity == "selective" and ", ".join(sorted(again))
     return f"recompute_granularity='selective' of {named}" if named else ""
-
-
-def _why_not_known(block: torch.nn.Module) -> str | None:
-    """The reason why 8-bit weights are not where graphs read them; None if they are."""
-    layers = (layer for layer in block.modules() if hasattr(layer, "is_first_microbatch"))
-    if not all(isinstance(getattr(layer, "_fp8_workspaces", None), dict) for layer in layers):
-        return "this version of Transformer Engine keeps 8-bit weights where they are not known"
-    return None

@@ -8,22 +8,22 @@ attention with its norm and residual, the norm behind it and the router can.
 from __future__ import annotations
 
 import abc
-import sys
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe import router
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.transformer import transformer_layer
+from megatron.core.transformer.moe import moe_layer, router
 
 from megatron.dpp.core.model import decoder_block, replays_routing, routes_by_device
-from megatron.dpp.core.wgrad.own_way import is_written_in, why_eager
+from megatron.dpp.core.wgrad.own_way import is_written_in, watched, why_eager
 
 ATTEND = "_forward_attention"
 """The method of a layer that runs what is before its MLP."""
-_ROUTES = ("forward", "routing", "gating")
-_NORM = "pre_mlp_layernorm"
 
 
 class Part(abc.ABC):
@@ -62,6 +62,10 @@ class Part(abc.ABC):
         """The result of a call whose outputs are these."""
         (output,) = outputs
         return output
+
+    def around(self) -> AbstractContextManager[Any]:
+        """What a chunk calls the function in."""
+        return contextlib.nullcontext()
 
     def is_as_built(self) -> bool:
         """True if no host has changed the modules and parameters since."""
@@ -117,20 +121,29 @@ class BeforeExperts(Part):
     """The part of a layer before its experts: attention, norms, residual and router.
 
     The layer then asks its norm and its router for what was computed here. Without a router that
-    can be captured it is the attention alone.
+    can be captured it is the attention alone; beside shared experts it ends at the norm, as a graph
+    would add up the three gradients of the norm's output in another order.
     """
 
     def __init__(self, chunk: torch.nn.Module, number: int) -> None:
         layer = decoder_block(chunk).layers[number]
-        own = {name: part for name, part in layer.named_children() if "mlp" not in name}
         self._asked: list[Any] = []
         self._computed: dict[Any, tuple[torch.Tensor, Any]] = {}
         """What was computed of which input, by the module that will be asked for it."""
         if can_route(layer):
-            self._asked = [getattr(layer, _NORM), layer.mlp.router]
-            own |= {_NORM: self._asked[0], "router": self._asked[1]}
+            beside = layer.mlp.use_shared_expert and not layer.mlp.shared_expert_overlap
+            self._asked = [layer.pre_mlp_layernorm, *([] if beside else [layer.mlp.router])]
+        own = _before_experts(layer)
+        own = {name: each for name, each in own.items() if "mlp" not in name or each in self._asked}
         super().__init__(chunk, layer, ATTEND, torch.nn.ModuleDict(own), (number,))
         self.modules.training = layer.training
+
+    def around(self) -> AbstractContextManager[Any]:
+        config, number = self.owner.config, self.owner.layer_number - 1
+        return get_fp8_context(config, number) if config.fp8 else super().around()
+
+    def _objects(self) -> list[Any]:
+        return [*_before_experts(self.owner).values(), *super()._objects()]
 
     def hidden_of(self, options: Mapping[str, Any]) -> Any:
         return options["hidden_states"]
@@ -144,9 +157,9 @@ class BeforeExperts(Part):
             raise TypeError("its router takes packed rows apart")
         if not self._asked:
             return (output,)
-        norm, routes = self._asked
+        norm, *routers = self._asked
         normed = norm(output)
-        return output, normed, *routes(normed)
+        return output, normed, *(each for routes in routers for each in routes(normed))
 
     def answer(self, outputs: Sequence[torch.Tensor]) -> Any:
         if self._computed:
@@ -157,7 +170,7 @@ class BeforeExperts(Part):
             return *outputs, None
         output, normed, *routed = outputs
         computed = (output, normed), (normed, tuple(routed))
-        self._computed = dict(zip(self._asked, computed, strict=True))
+        self._computed = dict(zip(self._asked, computed, strict=False))
         return output, None
 
     def bind(self, call: Callable[..., Any] | None) -> None:
@@ -182,28 +195,43 @@ class BeforeExperts(Part):
 
     def why_eager(self) -> str | None:
         layer = self.owner
-        if ATTEND in vars(layer) or not has_own_attention(layer):
+        if not has_own_attention(layer):
             return f"{type(layer).__name__}.{ATTEND} was replaced"
         if self._asked and not can_route(layer):
-            return f"{type(layer.mlp.router).__name__} was changed"
+            return "its experts, or their router, were changed"
         return super().why_eager()
+
+
+def _before_experts(layer: Any) -> dict[str, Any]:
+    """A layer's modules without its experts, and its router."""
+    found = {name: part for name, part in layer.named_children() if name != "mlp"}
+    return found | {"mlp_router": getattr(layer.mlp, "router", None)}
 
 
 def has_own_attention(layer: Any) -> bool:
     """True if a layer calls megatron-core's own function for its attention."""
-    function, home = getattr(type(layer), ATTEND, None), sys.modules[TransformerLayer.__module__]
-    return function is getattr(TransformerLayer, ATTEND) and is_written_in(function, home)
+    return _is_own(layer, transformer_layer, ATTEND)
 
 
 def can_route(layer: Any) -> bool:
-    """True if a layer's router is megatron-core's own, with nothing in it that asks the device for
-    a number or replays what was recorded.
+    """True if a layer hands its norm's output to its router as megatron-core does, and the router
+    is megatron-core's own, with nothing in it that asks the device for a number or replays what was
+    recorded.
     """
-    config, found = layer.config, getattr(layer.mlp, "router", None)
+    config, experts, found = layer.config, layer.mlp, getattr(layer.mlp, "router", None)
     odd = replays_routing(config) or getattr(config, "mlp_chunks_for_training", 1) != 1
     if type(found) is not router.TopKRouter or odd or routes_by_device(config):
         return False
-    return all(
-        is_written_in(getattr(router.TopKRouter, name), router) and name not in vars(found)
-        for name in _ROUTES
+    if watched(experts, "mlp") is not None or experts._forward_pre_hooks:
+        return False
+    return (
+        _is_own(layer, transformer_layer, "_forward_mlp")
+        and _is_own(experts, moe_layer, "forward", "route")
+        and _is_own(found, router, "forward", "routing", "gating")
     )
+
+
+def _is_own(owner: Any, home: Any, *names: str) -> bool:
+    """True if methods of a module are written in this file of megatron-core."""
+    methods = (getattr(getattr(owner, name, None), "__func__", None) for name in names)
+    return all(is_written_in(method, home) for method in methods)

@@ -71,11 +71,6 @@ class Pools:
             return "the longest length"
         return "one of the lengths " + ", ".join(map(str, self._rows))
 
-    @property
-    def num_graphs(self) -> int:
-        """Pairs of a block and its inputs' shape that were captured, over all slots."""
-        return sum(len(slot.graphs) for slot in self.made)
-
     def knows(self, hidden: Any) -> bool:
         """True for an input whose shape is captured."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != self._example.dim():

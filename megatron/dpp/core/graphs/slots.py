@@ -83,7 +83,11 @@ class ChunkGraphs:
         self._tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         # A context-parallel rank attends to halves of its rows, too.
         self._unit = ENGINE_ROWS * (2 if config.context_parallel_size > 1 else 1)
-        self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
+        self._by_engine = any(
+            type(module).__module__.startswith("transformer_engine")
+            for chunk in chunks
+            for module in chunk.modules()
+        )
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
         capture = capture or cuda_capture(rng)
@@ -196,8 +200,9 @@ class ChunkGraphs:
             self.num_captures += 1
 
     def _count(self) -> int:
-        """Graphs in all slots."""
-        return sum(pools.num_graphs for pools in dict.fromkeys(self._pools))
+        """Pairs of a block and its inputs' shape that were captured, over all slots."""
+        pools = dict.fromkeys(self._pools)
+        return sum(len(slot.graphs) for each in pools for slot in each.made)
 
     def _complete(self) -> None:
         """Capture what this step has captured in one slot in all that hold it, and say how many
@@ -263,6 +268,8 @@ def parts_of(chunk: torch.nn.Module) -> tuple[list[Part], str | None]:
         return [], reason
     if config.recompute_granularity is not None:
         return [], f"{reason}; and parts of layers are recomputed"
+    if config.fp8 and config.fp8_recipe == "delayed":
+        return [], f"{reason}; and delayed scales are counted by the first layer that is run"
     if not all(map(has_own_attention, block.layers)):
         return [], f"{reason}; and layers have another {ATTEND}"
     return [BeforeExperts(chunk, number) for number in range(len(block.layers))], reason
@@ -314,7 +321,3 @@ def reasons_of_experts(config: Any) -> dict[str, bool]:
             config.moe_shared_expert_overlap
         ),
     }
-
-
-def _has_engine_layers(module: torch.nn.Module) -> bool:
-    return any(type(m).__module__.startswith("transformer_engine") for m in module.modules())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,38 +56,41 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     torch.autograd.backward(root, root.detach())
 
 
+@dataclass(frozen=True)
 class Adjacent:
     """The sums of gradients that DistributedDataParallel keeps of parameters of one shape, one
     behind the other in memory: one kernel adds to all of them. DDP's own hooks would do nothing
     else, while ``GradSync`` keeps them from reducing.
 
     Args:
-        parameters: in any order.
+        places: of each parameter in memory.
         total: their sums in the order of memory, [number, *shape].
+        dtype: of the parameters.
     """
 
-    def __init__(self, parameters: Sequence[Any], total: torch.Tensor) -> None:
-        begin, size = total.data_ptr(), total[0].nbytes
-        self.places = [(p.main_grad.data_ptr() - begin) // size for p in parameters]
-        """The place of each parameter in memory."""
-        self._total, self._dtype = total, parameters[0].dtype
+    places: list[int]
+    total: torch.Tensor
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, parameters: Sequence[Any]) -> Adjacent | None:
         """None where a parameter has other hooks, or its sum elsewhere."""
         if not all(map(_ddp_alone_adds, parameters)):
             return None
-        first, *others = sorted((p.main_grad for p in parameters), key=torch.Tensor.data_ptr)
-        for number, other in enumerate(others, 1):
-            behind = other.data_ptr() - first.data_ptr() == number * first.nbytes
-            if not (behind and _is_alike(first, other)):
-                return None
-        size, strides = (len(parameters), *first.shape), (first.numel(), *first.stride())
-        return cls(parameters, first.as_strided(size, strides)) if first.is_contiguous() else None
+        sums = sorted((p.main_grad for p in parameters), key=torch.Tensor.data_ptr)
+        first, size = sums[0], sums[0].nbytes
+        kinds = {(s.untyped_storage().data_ptr(), s.shape, s.stride(), s.dtype) for s in sums}
+        if len(kinds) > 1 or not first.is_contiguous():
+            return None
+        if any(s.data_ptr() != first.data_ptr() + n * size for n, s in enumerate(sums)):
+            return None
+        shape, strides = (len(sums), *first.shape), (first.numel(), *first.stride())
+        places = [(p.main_grad.data_ptr() - first.data_ptr()) // size for p in parameters]
+        return cls(places, first.as_strided(shape, strides), parameters[0].dtype)
 
     def add(self, gradients: torch.Tensor) -> None:
         """Add gradients, [number, *shape], each at its parameter's place."""
-        self._total.add_(gradients.to(self._dtype))
+        self.total.add_(gradients.to(self.dtype))
 
 
 def _ddp_alone_adds(parameter: Any) -> bool:
@@ -94,11 +98,6 @@ def _ddp_alone_adds(parameter: Any) -> bool:
     alone = [getattr(hook, "__module__", "") for hook in after] == [DDP.__module__]
     own = alone and not _is_changed(parameter, before, after)
     return own and parameter.grad is None and not parameter.grad_added_to_main_grad
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    storages = (each.untyped_storage().data_ptr() for each in (one, other))
-    return len({*storages}) == 1 and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class OwnHook(functools.partial[None]):

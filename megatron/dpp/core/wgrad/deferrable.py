@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from megatron.dpp.core.wgrad.accumulate import is_hooked
-from megatron.dpp.core.wgrad.own_way import stands_for
+from megatron.dpp.core.wgrad.own_way import STANDS_FOR
 from megatron.dpp.errors import ConfigError, setting
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class Deferrable(abc.ABC):
         return reason is None
 
     def _why_call(self, value: Any, given: Sequence[torch.Tensor]) -> str | None:
-        if not all(map(stands_for, given, self.parameters)):
+        pairs = zip(given, self.parameters, strict=True)
+        if not all(own is p or getattr(own, STANDS_FOR, None) is p for own, p in pairs):
             return "a call gets another weight"
         if any(map(is_hooked, self.weights)):
             return "its weight has hooks"

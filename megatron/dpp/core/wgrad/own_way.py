@@ -33,13 +33,13 @@ def modules_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, s
     for place, module in chunk.named_modules():
         name = ".".join(part for part in place.split(".") if part != "module")
         around = reasons[place.rpartition(".")[0]]
-        reasons[place] = around or _watched(module, name or type(module).__name__)
+        reasons[place] = around or watched(module, name or type(module).__name__)
         yield name, module, reasons[place]
 
 
-def _watched(module: torch.nn.Module, name: str) -> str | None:
-    """A backward hook may read or change weights' gradients, which a deferred one is not yet among;
-    a compiled forward computes in other pieces.
+def watched(module: torch.nn.Module, name: str) -> str | None:
+    """The reason why a host watches a module or computes it in other pieces; None if it does not.
+    A backward hook may read or change weights' gradients, which a deferred one is not yet among.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         return f"{name} has backward hooks"
@@ -71,9 +71,11 @@ def refuse_shared(chunks: Sequence[torch.nn.Module]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def is_written_in(function: Any, module: Any) -> bool:
-    """True if a function is a module's own, within wrappers of PyTorch or Transformer Engine."""
+    """True if a function is a module's own, within wrappers of PyTorch, Transformer Engine or
+    megatron-core.
+    """
     names = getattr(function, "__globals__", {})
-    if str(names.get("__name__")).startswith(("torch.", "transformer_engine.")):
+    if str(names.get("__name__")).startswith(("torch.", "transformer_engine.", "megatron.core.")):
         names = getattr(inspect.unwrap(function), "__globals__", {})
     return names is vars(module)
 
@@ -120,8 +122,3 @@ def why_eager(module: torch.nn.Module) -> str | None:
             if accumulate.node_is_hooked(parameter):
                 return f"{name}.{kind} has hooks"
     return None
-
-
-def stands_for(weight: torch.Tensor, parameter: torch.nn.Parameter) -> bool:
-    """True if a product with ``weight`` is one with ``parameter``."""
-    return weight is parameter or getattr(weight, STANDS_FOR, None) is parameter
