@@ -64,7 +64,7 @@ class Part(abc.ABC):
         return output
 
     def around(self) -> AbstractContextManager[Any]:
-        """What a chunk calls the function in."""
+        """The context in which a chunk calls the function."""
         return contextlib.nullcontext()
 
     def is_as_built(self) -> bool:
