@@ -1,4 +1,4 @@
-"""What is captured of a layer before its experts, and when a host has changed that."""
+"""The part of a layer before its experts: its capture, and changes that a host makes in it."""
 
 from __future__ import annotations
 

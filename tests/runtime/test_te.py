@@ -100,8 +100,10 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
         case("attention in graphs", 2, 4, *graphed(), v=2, layers=4, model=GROUPED, bf16=True,
              dropout=0.1, iterations=5),
         case("one by one", 2, 3, SPLIT, layers=4, model=EXPERTS, bf16=True),
-        case("shared", 2, 3, SPLIT, layers=2, bf16=True,
+        case("shared", 2, 3, SPLIT, *graphed(), layers=2, bf16=True, iterations=4,
              model=GROUPED | {"moe_shared_expert_intermediate_size": 32}),
+        case("8 bit", 2, 4, *WHOLE, layers=4, iterations=5, model=narrow("tensorwise") | GROUPED,
+             **HALF),
     ]),
     "expert parallel": (4, [
         case("ep2", 2, 4, SPLIT, ep=2, layers=2, model=GROUPED, **HALF, **OPTIMIZED),
