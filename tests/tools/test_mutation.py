@@ -136,7 +136,8 @@ def test_a_run_notices_faults_and_leaves_the_tree_as_it_was(tmp_path: Path) -> N
         "    code += 'assert f(2, 1) and not f(1, 1) and not f(1, 2)'\n"
         "    subprocess.run([sys.executable, '-c', code], check=True)\n"
     )
-    for words in (["init", "-b", "main"], ["add", "."]):
+    commit = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "tree"]
+    for words in (["init", "-b", "main"], ["add", "."], commit):
         subprocess.run(["git", *words], cwd=tree, check=True, capture_output=True)
     packages = REPOSITORY / "build" / "mutation" / "packages"
     if packages.is_dir():
