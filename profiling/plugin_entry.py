@@ -227,6 +227,8 @@ def take_turns(batches: Batches) -> None:
         result = original(*given, **options)
         synchronize()
         took = time.perf_counter() - begin
+        if ON_GPU and (done + 1) % BLOCK == 0:
+            torch.cuda.empty_cache()  # for the group whose turn is next
         loss = {key: float(value) for key, value in result[0].items()}.get("lm loss")
         line = [name, number, took, *peaks(), loss, float(result[5]), captures.any()]
         with Path(f"{os.environ['BENCH_RECORD']}.{os.environ['RANK']}").open(
