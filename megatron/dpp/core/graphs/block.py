@@ -1,4 +1,4 @@
-"""A part of a chunk as CUDA graphs: its transformer block, or the attention of one layer.
+"""A part of a chunk as CUDA graphs: its transformer block, or a layer up to its experts.
 
 F, B and one W per layer of a part are captured over the pool of a *slot* (``pools.py``) at the
 chunk's first forward of that length in the slot, or at the end of the step in which the slot was
@@ -40,7 +40,7 @@ Key = tuple[int, Any]
 
 
 class _Graphs:
-    """The graphs of one chunk in one slot, for inputs of one length.
+    """The graphs of one part in one slot, for inputs of one length.
 
     Args:
         owner: the part, its own forward and its parameters.
